@@ -1,0 +1,68 @@
+"""Full self-attention as a layer."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from flaxmix import ops
+from flaxmix.layers import Linear, Norm
+from flaxmix.layers.norm import NormKind
+from flaxmix.mixers.heads import head_channels, merge, real, split
+
+
+class SelfAttention(nnx.Module):
+    """Multi-head self-attention, W_o softmax(q k^T / sqrt(D)) v.
+
+    O(N^2 C) time; memory O(N C) beside one block of scores. 4 C^2 + 4 C parameters.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        heads: int,
+        qk_norm: bool = False,
+        norm: NormKind = "layer",
+        rngs: nnx.Rngs,
+    ):
+        """Initialises weights N(0, 0.02^2) and biases 0.
+
+        Args:
+            channels: width C of the points.
+            heads: number of heads H.
+            qk_norm: whether queries and keys are normalised over D, for each head.
+            norm: kind of those norms.
+            rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `heads` does not divide `channels`.
+        """
+        width = head_channels(channels, heads)
+        self.heads = heads
+        self.qkv = Linear(channels, 3 * channels, rngs=rngs)
+        self.query_norm = Norm(width, kind=norm) if qk_norm else None
+        self.key_norm = Norm(width, kind=norm) if qk_norm else None
+        self.out = Linear(channels, channels, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B N C"]:
+        """Mixes the points of x.
+
+        Raises:
+            NotImplementedError: if `axis_name` is given.
+        """
+        if axis_name is not None:
+            raise NotImplementedError(
+                f"SelfAttention cannot shard its points, got axis_name={axis_name!r}."
+            )
+        q, k, v = jnp.split(self.qkv(real(x, mask)), 3, -1)
+        q, k, v = (split(t, self.heads) for t in (q, k, v))
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm.heads(q), self.key_norm.heads(k)
+        y, _ = ops.attention(q, k, v, mask=mask)
+        return self.out(merge(y))

@@ -1,0 +1,139 @@
+"""FLARE as a layer, in the matched form and in that of the original study."""
+
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from flaxmix import ops
+from flaxmix.layers import Linear, Norm, ResidualMLP
+from flaxmix.layers.norm import NormKind
+from flaxmix.mixers.heads import head_channels, merge, real, split
+
+
+class Flare(nnx.Module):
+    """FLARE (arXiv:2508.12594) in the shared backbone of arXiv:2608.11519.
+
+        k = x + K x,  v = x + V x,
+        z = softmax_N(q k^T / sqrt(D)) v,  y = W_o softmax_M(k q^T / sqrt(D)) z
+
+    with latent queries q that are parameters. O(N (C^2 + M C)) time, O(N C) memory,
+    3 C^2 + 3 C + M C parameters.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        heads: int,
+        latents: int,
+        qk_norm: bool = False,
+        norm: NormKind = "layer",
+        rngs: nnx.Rngs,
+    ):
+        """Initialises weights and latents N(0, 0.02^2) and biases 0.
+
+        Args:
+            channels: width C of the points.
+            heads: number of heads H.
+            latents: number of latents M, for each head.
+            qk_norm: whether latents and keys are normalised over D, for each head.
+            norm: kind of those norms.
+            rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `heads` does not divide `channels`.
+        """
+        width = head_channels(channels, heads)
+        self.heads = heads
+        init = nnx.initializers.normal(0.02)
+        self.latents = nnx.Param(init(rngs.params(), (heads, latents, width)))
+        self.key = Linear(channels, channels, skip=True, rngs=rngs)
+        self.value = Linear(channels, channels, skip=True, rngs=rngs)
+        self.query_norm = Norm(width, kind=norm) if qk_norm else None
+        self.key_norm = Norm(width, kind=norm) if qk_norm else None
+        self.out = Linear(channels, channels, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B N C"]:
+        x = real(x, mask)
+        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+        q = self.latents[...]
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm.heads(k)
+        return self.out(merge(ops.flare(q, k, v, mask=mask, axis_name=axis_name)))
+
+
+class OriginalFlare(nnx.Module):
+    """FLARE as in its own study (arXiv:2508.12594).
+
+        k = MLP_k(x),  v = MLP_v(x),
+        z = softmax_N(s q k^T) v,  y = W_o softmax_M(s k q^T) z
+
+    with residual MLPs. O(N (C^2 + M C)) time, O(N C) memory. Parameters:
+    2 (`layers` + 2) (C^2 + C) for the MLPs, C^2 + C + M C for the rest.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        heads: int,
+        latents: int,
+        layers: int | None = 3,
+        scale: float | None = None,
+        rngs: nnx.Rngs,
+    ):
+        """Initialises weights N(0, 0.02^2), latents N(0, 0.1^2) and biases 0.
+
+        Args:
+            channels: width C of the points.
+            heads: number of heads H.
+            latents: number of latents M, for each head.
+            layers: hidden residual layers of the key and the value MLP; None for
+                linear maps k = x + K x and v = x + V x.
+            scale: factor s on the scores; None means 1 where D <= 16, else
+                1 / sqrt(D).
+            rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `heads` does not divide `channels`.
+        """
+        width = head_channels(channels, heads)
+        self.heads = heads
+        self.scale = (1.0 if width <= 16 else width**-0.5) if scale is None else scale
+        init = nnx.initializers.normal(0.1)
+        self.latents = nnx.Param(init(rngs.params(), (heads, latents, width)))
+
+        def projection():
+            if layers is None:
+                return Linear(channels, channels, skip=True, rngs=rngs)
+            return ResidualMLP(
+                channels,
+                channels,
+                channels,
+                layers=layers,
+                input_residual=True,
+                output_residual=True,
+                rngs=rngs,
+            )
+
+        self.key = projection()
+        self.value = projection()
+        self.out = Linear(channels, channels, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B N C"]:
+        x = real(x, mask)
+        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+        q = self.latents[...]
+        y = ops.flare(q, k, v, mask=mask, scale=self.scale, axis_name=axis_name)
+        return self.out(merge(y))

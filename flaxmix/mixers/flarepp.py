@@ -1,0 +1,187 @@
+"""FLARE++ and simplified FLARE++ as layers (arXiv:2608.11519)."""
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Float
+
+from flaxmix import ops
+from flaxmix.layers import Linear, Norm, near_identity
+from flaxmix.layers.norm import NormKind
+from flaxmix.mixers.heads import head_channels, merge, real, split
+
+
+class FlarePP(nnx.Module):
+    """FLARE++: routing queries synthesised from the input.
+
+        k0 = N(K0 x),  v0 = k0 (shared) or N(V0 x)
+        q = N(reference) + sigmoid(gate) softmax_N(Na(seeds) k0^T / sqrt(D)) v0
+        k = Na(K x),  v = V x
+        z = softmax_N(q k^T / sqrt(D)) v,  y = W_o softmax_M(k q^T / sqrt(D)) z
+
+    N is an affine-free norm over the D channels of a head, Na one with parameters,
+    shared by the heads. With RMS norms and g = sigmoid(gate), RMS(q) is in
+    [1 - g, 1 + g]. O(N (C^2 + M C)) time, O(N C) memory, and 4 C^2 + 4 C + 2 M C + H
+    parameters, plus 4 D (LayerNorm) or 2 D (RMSNorm); C^2 + C more if not shared.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        heads: int,
+        latents: int,
+        share: bool = True,
+        gate_logit: float = 0.25,
+        key_norm: bool = True,
+        reference_norm: bool = True,
+        norm: NormKind = "layer",
+        rngs: nnx.Rngs,
+    ):
+        """Initialises projections near the identity and latents N(0, 0.02^2).
+
+        Args:
+            channels: width C of the points.
+            heads: number of heads H.
+            latents: number of latents M, for each head.
+            share: whether the synthesis values are the synthesis keys.
+            gate_logit: initial gate of every head; 0.25 weighs the synthesised part
+                by 0.56, -80 switches it off.
+            key_norm: whether routing keys are normalised.
+            reference_norm: whether the reference queries are normalised.
+            norm: kind of every norm in the mixer.
+            rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `heads` does not divide `channels`.
+        """
+        width = head_channels(channels, heads)
+        self.heads = heads
+        normal = nnx.initializers.normal(0.02)
+        latent = lambda: nnx.Param(normal(rngs.params(), (heads, latents, width)))
+        near = lambda: Linear(
+            channels, channels, kernel_init=near_identity(), rngs=rngs
+        )
+        self.seeds = latent()
+        self.reference = latent()
+        self.gate = nnx.Param(jnp.full(heads, gate_logit, jnp.float32))
+        self.synthesis_key = near()
+        self.synthesis_value = None if share else near()
+        self.key = near()
+        self.value = near()
+        self.seed_norm = Norm(width, kind=norm)
+        self.key_norm = Norm(width, kind=norm) if key_norm else None
+        self.plain_norm = Norm(width, kind=norm, affine=False)
+        self.reference_norm = reference_norm
+        self.out = Linear(channels, channels, rngs=rngs)
+
+    def _synthesis(self, x):
+        """Arguments of `ops.synthesize`, for x whose masked points are zero."""
+        norm = self.plain_norm
+        reference = self.reference[...]
+        v0 = self.synthesis_value
+        return (
+            self.seed_norm(self.seeds[...]),
+            norm.heads(split(self.synthesis_key(x), self.heads)),
+            None if v0 is None else norm.heads(split(v0(x), self.heads)),
+        ), {
+            "reference": norm(reference) if self.reference_norm else reference,
+            "gate": self.gate[...],
+        }
+
+    def queries(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B H M D"]:
+        """The routing queries that x gives rise to."""
+        args, options = self._synthesis(real(x, mask))
+        return ops.synthesize(*args, **options, mask=mask, axis_name=axis_name)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B N C"]:
+        x = real(x, mask)
+        (seeds, k0, v0), options = self._synthesis(x)
+        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+        if self.key_norm is not None:
+            k = self.key_norm.heads(k)
+        y = ops.flarepp(seeds, k0, v0, k, v, **options, mask=mask, axis_name=axis_name)
+        return self.out(merge(y))
+
+
+class SimplifiedFlarePP(nnx.Module):
+    """Simplified FLARE++: the synthesised queries alone route, without a gate.
+
+        k0 = Na(x + K0 x),  v0 = x + V0 x (or x + K0 x, shared)
+        q = softmax_N(Na(seeds) k0^T / sqrt(D)) v0
+        k = x + K x,  v = x + V x
+        z = softmax_N(q k^T / sqrt(D)) v,  y = W_o softmax_M(k q^T / sqrt(D)) z
+
+    O(N (C^2 + M C)) time, O(N C) memory, 5 C^2 + 5 C + M C parameters, plus 4 D
+    (LayerNorm) or 2 D (RMSNorm); C^2 + C fewer if shared. This is what the first
+    version of arXiv:2608.11519 called FLARE++.
+    """
+
+    def __init__(
+        self,
+        channels: int,
+        *,
+        heads: int,
+        latents: int,
+        share: bool = False,
+        qk_norm: bool = False,
+        norm: NormKind = "layer",
+        rngs: nnx.Rngs,
+    ):
+        """Initialises weights and seeds N(0, 0.02^2) and biases 0.
+
+        Args:
+            channels: width C of the points.
+            heads: number of heads H.
+            latents: number of latents M, for each head.
+            share: whether the synthesis values are the keys before their norm.
+            qk_norm: whether routing queries and keys are normalised.
+            norm: kind of every norm in the mixer.
+            rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `heads` does not divide `channels`.
+        """
+        width = head_channels(channels, heads)
+        self.heads = heads
+        init = nnx.initializers.normal(0.02)
+        self.seeds = nnx.Param(init(rngs.params(), (heads, latents, width)))
+        skip = lambda: Linear(channels, channels, skip=True, rngs=rngs)
+        self.synthesis_key = skip()
+        self.synthesis_value = None if share else skip()
+        self.key = skip()
+        self.value = skip()
+        self.seed_norm = Norm(width, kind=norm)
+        self.synthesis_norm = Norm(width, kind=norm)
+        self.query_norm = Norm(width, kind=norm) if qk_norm else None
+        self.key_norm = Norm(width, kind=norm) if qk_norm else None
+        self.out = Linear(channels, channels, rngs=rngs)
+
+    def __call__(
+        self,
+        x: Float[Array, "*B N C"],
+        *,
+        mask: Bool[Array, "*B N"] | None = None,
+        axis_name: str | None = None,
+    ) -> Float[Array, "*B N C"]:
+        x = real(x, mask)
+        heads = lambda layer: split(layer(x), self.heads)
+        k0, k, v = heads(self.synthesis_key), heads(self.key), heads(self.value)
+        v0 = k0 if self.synthesis_value is None else heads(self.synthesis_value)
+        k0 = self.synthesis_norm.heads(k0)
+        seeds = self.seed_norm(self.seeds[...])
+        q = ops.synthesize(seeds, k0, v0, mask=mask, axis_name=axis_name)
+        if self.query_norm is not None and self.key_norm is not None:
+            q, k = self.query_norm(q), self.key_norm.heads(k)
+        return self.out(merge(ops.flare(q, k, v, mask=mask, axis_name=axis_name)))

@@ -1,0 +1,18 @@
+"""Token-mixing operators as pure functions on arrays.
+
+Every function here maps arrays to arrays and imports no Flax. Axes are named by one
+letter, upper case in types and lower case in einsums:
+
+    B  batch (any number of axes)    H  heads
+    N  points or tokens              D  channels a head
+    M  latents                       C  channels, C = H D
+
+A mask is [*B, N], True for real points: what the others hold never matters, even NaN.
+Softmaxes, norms and sums are float32 (float64 for float64 inputs) whatever the inputs.
+"""
+
+from flaxmix.ops.attention import attention as attention
+from flaxmix.ops.flare import flare as flare
+from flaxmix.ops.flarepp import flarepp as flarepp, synthesize as synthesize
+from flaxmix.ops.latent import gather as gather, scatter as scatter
+from flaxmix.ops.norm import layer_norm as layer_norm, rms_norm as rms_norm

@@ -1,0 +1,192 @@
+"""Softmax attention with its log-normaliser, streamed over the keys.
+
+    y = softmax_N(scale q k^T) v,   L = log sum_N exp(scale q k^T)
+
+The derivative recomputes the probabilities from y and L, block by block (eqs. 39-49
+of arXiv:2608.11519, appendix B), so neither direction ever holds more than one block
+of scores. Scores, exponentials, sums and log-normalisers are float32 (float64 for
+float64 inputs); products take operands in the input's dtype and add up in float32.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Bool, Float
+
+from flaxmix.ops.stream import accumulator, block_size, cut, dot, fold, put, zeros
+
+
+def _scores(q, k, mask, causal, start, size, points):
+    k = cut(k, start, size)
+    s = dot("bhmd,bhdn->bhmn", q, k, k.dtype)
+    if mask is not None:
+        s = jnp.where(cut(mask, start, size)[:, None, None, :], s, -jnp.inf)
+    if causal:
+        # Aligned bottom-right: the last query sees every key.
+        query = jnp.arange(q.shape[2])[:, None] + (points - q.shape[2])
+        s = jnp.where(start + jnp.arange(size) <= query, s, -jnp.inf)
+    return s
+
+
+def finite(x: Array) -> Array:
+    """Replaces the -inf of an empty row, so that differences stay defined."""
+    return jnp.where(jnp.isfinite(x), x, 0.0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
+def attend(q, k, v, mask, causal, block, axis_name):
+    """Attention with points last, scale folded into q; see `attention`, `gather`.
+
+    q [B, H, M, D]; k, v [B, H, D, N], v None for the keys; mask [B, N] or None.
+    Returns y [B, H, M, D] and L [B, H, M].
+    """
+    return _forward(q, k, v, mask, causal, block, axis_name)[0]
+
+
+def _forward(q, k, v, mask, causal, block, axis_name):
+    dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
+    size = block_size(q, points, block)
+    values = k if v is None else v
+
+    def product(p, start, n):
+        return dot("bhmn,bhdn->bhmd", p, cut(values, start, n), dtype)
+
+    if size >= points:
+        s = _scores(q, k, mask, causal, 0, points, points)
+        top = s.max(-1)
+        p = jnp.exp(s - finite(top)[..., None])
+        mass, y = p.sum(-1), product(p, 0, points)
+    else:
+
+        def body(start, n, carry):
+            top, mass, y = carry
+            s = _scores(q, k, mask, causal, start, n, points)
+            new = jnp.maximum(top, s.max(-1))
+            shift = finite(new)
+            p, decay = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
+            return (
+                new,
+                decay * mass + p.sum(-1),
+                decay[..., None] * y + product(p, start, n),
+            )
+
+        rows = q.shape[:-1]
+        init = (
+            zeros(k, rows, acc, fill=-jnp.inf),
+            zeros(k, rows, acc),
+            zeros(k, (*rows, values.shape[2]), acc),
+        )
+        top, mass, y = fold(points, size, body, init)
+
+    if axis_name is not None:
+        local, top = top, lax.pmax(top, axis_name)
+        # One reduction of values and masses together.
+        packed = jnp.concatenate([y, mass[..., None]], -1)
+        packed = lax.psum(jnp.exp(local - finite(top))[..., None] * packed, axis_name)
+        y, mass = packed[..., :-1], packed[..., -1]
+
+    some = mass > 0
+    safe = jnp.where(some, mass, 1.0)
+    y = y / safe[..., None]
+    log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
+    return (y.astype(dtype), log_mass), (q, k, v, mask, y, log_mass)
+
+
+def _backward(causal, block, axis_name, saved, cotangents):
+    q, k, v, mask, y, log_mass = saved
+    dy, dlog = cotangents
+    dtype, points = k.dtype, k.shape[-1]
+    values = k if v is None else v
+    row = (jnp.sum(dy.astype(y.dtype) * y, -1) - dlog)[..., None]
+    shift = finite(log_mass)[..., None]
+
+    def body(start, n, carry):
+        dq, dk, dv = carry
+        kk, vv = cut(k, start, n), cut(values, start, n)
+        p = jnp.exp(_scores(q, k, mask, causal, start, n, points) - shift)
+        ds = p * (dot("bhmd,bhdn->bhmn", dy, vv, dtype) - row)
+        dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)
+        dkk = dot("bhmd,bhmn->bhdn", q, ds, dtype)
+        dvv = dot("bhmd,bhmn->bhdn", dy, p, dtype)
+        if v is None:
+            return dq, put(dk, dkk + dvv, start), None
+        return dq, put(dk, dkk, start), put(dv, dvv, start)
+
+    init = (
+        zeros(k, q.shape, y.dtype),
+        jnp.zeros_like(k),
+        None if v is None else jnp.zeros_like(v),
+    )
+    dq, dk, dv = fold(points, block_size(q, points, block), body, init)
+    if axis_name is not None:
+        dq = lax.psum(dq, axis_name)
+    return dq.astype(q.dtype), dk, dv, None
+
+
+attend.defvjp(_forward, _backward)
+
+
+def points_last(x: Float[Array, "... N H D"]) -> Float[Array, "... H D N"]:
+    """The layout that the streamed operators work in."""
+    return jnp.moveaxis(x, -3, -1)
+
+
+def points_first(x: Float[Array, "... H D N"]) -> Float[Array, "... N H D"]:
+    """The layout of the public operators."""
+    return jnp.moveaxis(x, -1, -3)
+
+
+def flat(x: Array, batch: tuple[int, ...], keep: int) -> Array:
+    """Broadcasts all but the last `keep` axes to `batch` and merges them into one."""
+    tail = x.shape[x.ndim - keep :]
+    return jnp.broadcast_to(x, (*batch, *tail)).reshape(-1, *tail)
+
+
+def attention(
+    q: Float[Array, "*B Q H D"],
+    k: Float[Array, "*B N H D"],
+    v: Float[Array, "*B N H E"],
+    *,
+    mask: Bool[Array, "*B N"] | None = None,
+    causal: bool = False,
+    scale: float | None = None,
+    block: int | None = None,
+) -> tuple[Float[Array, "*B Q H E"], Float[Array, "*B H Q"]]:
+    """Softmax attention, y = softmax_N(scale q k^T) v, and its log-normaliser L.
+
+    O(Q N (D + E)) time a head; memory beside inputs and results is one block of
+    scores, in both directions.
+
+    Args:
+        q: queries.
+        k: keys.
+        v: values.
+        mask: True for real keys. What masked keys hold never matters, even NaN.
+        causal: query i of Q sees keys 0 ... N - Q + i, so that the last query sees
+            all: one new query against a cache of keys is the same call.
+        scale: factor on the scores; None means 1 / sqrt(D).
+        block: keys worked on at once; None chooses by shape and backend.
+
+    Returns:
+        y in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
+        wider. A query that sees no key gets y = 0 and L = -inf.
+    """
+    batch = k.shape[:-3]
+    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    if mask is not None:
+        k = jnp.where(mask[..., None, None], k, 0)
+        v = jnp.where(mask[..., None, None], v, 0)
+        mask = flat(mask, batch, 1)
+    y, log_mass = attend(
+        flat(jnp.swapaxes(q * scale, -3, -2), batch, 3).astype(k.dtype),
+        flat(points_last(k), batch, 3),
+        flat(points_last(v), batch, 3),
+        mask,
+        causal,
+        block,
+        None,
+    )
+    y, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in (y, log_mass))
+    return jnp.swapaxes(y, -3, -2), log_mass

@@ -1,0 +1,37 @@
+"""FLARE: low-rank attention through M learned latents (arXiv:2508.12594)."""
+
+from jaxtyping import Array, Bool, Float
+
+from flaxmix.ops.latent import gather, scatter
+
+
+def flare(
+    q: Float[Array, "... H M D"],
+    k: Float[Array, "*B N H D"],
+    v: Float[Array, "*B N H D"],
+    *,
+    mask: Bool[Array, "*B N"] | None = None,
+    scale: float | None = None,
+    axis_name: str | None = None,
+) -> Float[Array, "*B N H D"]:
+    """Mixes N points by way of M latents.
+
+        z = softmax_N(scale q k^T) v,   y = softmax_M(scale k q^T) z
+
+    The mixing matrix softmax_M(k q^T) softmax_N(q k^T) has rank M at most. Costs
+    O(N M D) time a head and O(N D) memory.
+
+    Args:
+        q: latent queries, shared by the batch or one set for each item.
+        k: keys.
+        v: values.
+        mask: True for real points. Masked points do not matter and get 0.
+        scale: factor on the scores; None means 1 / sqrt(D). The original study uses
+            1 where D <= 16.
+        axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
+
+    Returns:
+        The mixed points, in the dtype of `k`.
+    """
+    z, _ = gather(q, k, v, mask=mask, scale=scale, axis_name=axis_name)
+    return scatter(k, q, z, mask=mask, scale=scale, axis_name=axis_name)

@@ -1,0 +1,74 @@
+"""Work in blocks over the points, so that no N-sized matrix is ever held.
+
+Arrays here have the points on the last axis: keys and values [B, H, D, N], queries
+[B, H, M, D]. Then every product of a softmax attention and of its derivative runs
+over long contiguous rows, which is several times faster on CPUs than with
+[B, N, H, D]; XLA folds the transposition into the projection before it.
+"""
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array
+
+# Scores held at once. 4 MiB in float32 was the fastest on CPUs; accelerators want
+# long blocks and have the memory.
+_SCORES = {"cpu": 2**20}
+_SCORES_ELSEWHERE = 2**26
+
+
+def accumulator(dtype) -> jnp.dtype:
+    return jnp.promote_types(dtype, jnp.float32)
+
+
+def dot(spec: str, a: Array, b: Array, dtype) -> Array:
+    """Product of operands in `dtype`, added up in float32 or wider."""
+    a, b = a.astype(dtype), b.astype(dtype)
+    return jnp.einsum(spec, a, b, preferred_element_type=accumulator(dtype))
+
+
+def block_size(q: Array, points: int, block: int | None) -> int:
+    """Points a block: the given number, or one that fills the score budget."""
+    if block is None:
+        rows = q.shape[0] * q.shape[1] * q.shape[2]
+        budget = _SCORES.get(jax.default_backend(), _SCORES_ELSEWHERE)
+        block = max(256, budget // rows // 64 * 64)
+        return points if points <= 1.25 * block else block
+    return min(block, points)
+
+
+def fold(points: int, block: int, body: Callable, init):
+    """Folds body(start, size, carry) over blocks; a shorter last one is unrolled."""
+    if points <= block:
+        return body(0, points, init)
+    whole = points // block
+    carry = lax.fori_loop(
+        0, whole, lambda i, carry: body(i * block, block, carry), init
+    )
+    rest = points - whole * block
+    return body(whole * block, rest, carry) if rest else carry
+
+
+def cut(x: Array, start, size: int) -> Array:
+    if size == x.shape[-1]:
+        return x
+    return lax.dynamic_slice_in_dim(x, start, size, x.ndim - 1)
+
+
+def put(x: Array, part: Array, start) -> Array:
+    part = part.astype(x.dtype)
+    if part.shape == x.shape:
+        return part
+    return lax.dynamic_update_slice_in_dim(x, part, start, x.ndim - 1)
+
+
+def zeros(like: Array, shape: tuple[int, ...], dtype, fill: float = 0.0) -> Array:
+    """A constant that varies over the same mesh axes as `like` [B, H, ...].
+
+    Loop carries must, inside `jax.shard_map`; a plain `jnp.zeros` does not.
+    """
+    seed = jnp.zeros_like(like[:, :, 0, 0], dtype) + jnp.asarray(fill, dtype)
+    seed = seed.reshape(seed.shape + (1,) * (len(shape) - 2))
+    return jnp.broadcast_to(seed, shape)
