@@ -1,0 +1,1 @@
+"""Training from a checkout: `python -m train.pde configs/pde/...`."""

@@ -1,0 +1,223 @@
+"""Experiments as frozen dataclasses, from a Python file and the command line."""
+
+import dataclasses
+import os
+import runpy
+import sys
+from pathlib import Path
+from typing import Annotated, Any, Literal, TypeVar
+
+import pydantic
+import tyro
+from pydantic import Field
+from pydantic.dataclasses import dataclass
+
+from flaxmix.layers.norm import NormKind
+
+T = TypeVar("T")
+
+Count = Annotated[int, Field(ge=1)]
+Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
+NonNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
+Fraction = Annotated[float, Field(ge=0, lt=1)]
+
+_strict = pydantic.ConfigDict(extra="forbid")
+
+MixerName = Literal["mha", "flare", "original_flare", "flarepp", "simplified_flarepp"]
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class ElasticityConfig:
+    """Stress around a hole: 972 points."""
+
+    name: tyro.conf.Suppress[Literal["elasticity"]] = "elasticity"
+    folder: Path | None = None
+    """Folder of the published files; None generates a data set once, in the cache."""
+    train: Count = 1000
+    """First samples, to train on."""
+    test: Count = 200
+    """Last samples, to test on."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of generated samples."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class DarcyConfig:
+    """Pressure in a porous medium: a square grid."""
+
+    name: tyro.conf.Suppress[Literal["darcy"]] = "darcy"
+    folder: Path | None = None
+    """Folder of the published files; None generates a data set once, in the cache."""
+    train: Count = 1000
+    """First samples of the training file."""
+    test: Count = 200
+    """First samples of the test file."""
+    resolution: Count = 421
+    """Points a side that generated samples are solved on."""
+    stride: Count = 5
+    """Every so many-th point is used."""
+    seed: Annotated[int, Field(ge=0)] = 0
+    """Of generated samples."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class ModelConfig:
+    """The shared backbone and its mixer."""
+
+    mixer: MixerName = "flarepp"
+    """What mixes the points."""
+    channels: Count = 128
+    blocks: Count = 8
+    heads: Count = 8
+    """Must divide `channels`."""
+    latents: Count = 64
+    """For each head. Of no account to mha, which has none."""
+    mlp_ratio: Positive = 2.0
+    """Hidden width of a block's MLP, in units of `channels`."""
+    mlp_layers: Annotated[int, Field(ge=0)] = 0
+    """Hidden residual layers of a block's MLP; the original FLARE study has 3."""
+    io_layers: Annotated[int, Field(ge=0)] = 2
+    """Hidden residual layers of the embedding and of the head."""
+    norm: NormKind = "layer"
+    options: dict[str, bool | int | float | None] = dataclasses.field(
+        default_factory=dict
+    )
+    """Further keyword arguments of the mixer, such as `gate_logit 0.5`."""
+    remat: bool = False
+    """Whether the backward pass recomputes each block: less memory, more time."""
+    dtype: Literal["float32", "bfloat16"] = "float32"
+    """What the blocks compute in; master weights stay float32."""
+
+    def __post_init__(self):
+        if self.channels % self.heads:
+            raise ValueError(
+                f"heads={self.heads} must divide channels={self.channels}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class OptimizerConfig:
+    """AdamW under a one-cycle schedule, with clipping and a running average."""
+
+    learning_rate: Positive = 1e-3
+    """At the peak."""
+    weight_decay: NonNegative = 1e-5
+    """Of matrices; times the learning rate."""
+    warmup: Annotated[float, Field(gt=0, lt=1)] = 0.1
+    """Part of all steps in which the learning rate rises."""
+    initial_division: Annotated[float, Field(ge=1)] = 1e4
+    """Peak over initial learning rate."""
+    final_division: Positive = 1e4
+    """Initial over final learning rate."""
+    beta1: Fraction = 0.95
+    """At both ends of the schedule."""
+    beta1_low: Fraction | None = 0.85
+    """At the peak of the learning rate; None keeps beta1 constant."""
+    beta2: Fraction = 0.999
+    eps: Positive = 1e-8
+    clip: Positive = 1.0
+    """Largest global norm of the gradient."""
+    ema: Fraction = 0.999
+    """Decay of the running average of the weights, which is evaluated beside them."""
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
+class PDEConfig:
+    """A surrogate trained on one data set."""
+
+    data: Annotated[ElasticityConfig | DarcyConfig, Field(discriminator="name")]
+    model: ModelConfig = ModelConfig()
+    optimizer: OptimizerConfig = OptimizerConfig()
+    epochs: Count = 500
+    batch: Count = 2
+    """Training samples a step, over all devices."""
+    evaluation_batch: Count = 5
+    validation: Annotated[int, Field(ge=0)] = 0
+    """Last training samples that are held out to choose the best weights by."""
+    gradient_weight: NonNegative = 0.0
+    """Weight of the error of both derivatives in the loss; needs a grid."""
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
+    """Of initial weights and the order of samples."""
+    evaluations: Count = 10
+    """Evaluations and checkpoints spread over the run, besides one at its start."""
+    checkpoint_every: Count | None = None
+    """Steps between further checkpoints."""
+    steps_per_call: Count = 20
+    """Most steps in one compiled call, which saves dispatch and memory traffic."""
+    workers: Annotated[int, Field(ge=0)] = 0
+    """Processes that read ahead; 0 for threads."""
+    devices: Count = 1
+    """Devices that share each batch."""
+    run: Path
+    """Folder of the run. It is resumed if it exists, so it belongs to one config."""
+    progress: bool = True
+    """Whether anything is printed."""
+
+
+FREE = frozenset({"workers", "devices", "progress", "run", "checkpoint_every"})
+"""Fields that a resumed run may change: they do not change what it computes."""
+
+
+def load(cls: type[T], argv: list[str] | None = None) -> T:
+    """The config of `python -m train.NAME FILE [--field value ...]`.
+
+    FILE is a Python file that defines `config`. A missing file, an unknown field or
+    a wrong value exits with code 2 and says which, with the nearest valid name.
+    """
+    argv = sys.argv[1:] if argv is None else argv
+    program = f"{Path(sys.argv[0]).stem} CONFIG"
+    if not argv or argv[0].startswith("-"):
+        fail(f"usage: {program} [--field value ...]; give a config file first.")
+    try:
+        config = runpy.run_path(argv[0])["config"]
+    except FileNotFoundError:
+        fail(f"no config file {argv[0]!r}.")
+    except KeyError:
+        fail(f"{argv[0]} defines no `config`.")
+    except (pydantic.ValidationError, ValueError) as error:
+        fail(f"{argv[0]}: {error}")
+    if not isinstance(config, cls):
+        fail(f"{argv[0]}: config is a {type(config).__name__}, not a {cls.__name__}.")
+    return tyro.cli(
+        cls,
+        default=config,
+        args=argv[1:],
+        prog=program,
+        config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
+    )
+
+
+def fail(message: str):
+    """Says what is wrong with a command and exits with code 2."""
+    print(message, file=sys.stderr)
+    raise SystemExit(2)
+
+
+def write(config: Any, path: Path) -> None:
+    """Writes a config as JSON, in one go."""
+    text = pydantic.TypeAdapter(type(config)).dump_json(config, indent=2).decode()
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text(text + "\n")
+    os.replace(temporary, path)
+
+
+def read(cls: type[T], path: Path) -> T:
+    """Reads what `write` wrote.
+
+    Raises:
+        ValueError: if the file is not such a config.
+    """
+    return pydantic.TypeAdapter(cls).validate_json(path.read_text())
+
+
+def first_difference(old: Any, new: Any, prefix: str = "") -> str | None:
+    """Names the first field in which two configs differ, but for those in `FREE`."""
+    if type(old) is not type(new) or not dataclasses.is_dataclass(old):
+        return None if old == new else f"{prefix}: {old!r} became {new!r}"
+    for field in dataclasses.fields(old):
+        name = f"{prefix}.{field.name}" if prefix else field.name
+        if name not in FREE:
+            values = getattr(old, field.name), getattr(new, field.name)
+            if difference := first_difference(*values, name):
+                return difference
+    return None

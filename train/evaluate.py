@@ -1,0 +1,147 @@
+"""Evaluates runs from their folders alone, and draws them side by side.
+
+python -m train.evaluate RUN [RUN ...] [--weights final] [--out FOLDER]
+"""
+
+import dataclasses
+import json
+from pathlib import Path
+from typing import Annotated, Literal
+
+import jax
+import numpy as np
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from flaxmix import models, parallel
+from flaxmix.parameters import named_parameters, with_parameters
+from train import config as configs, pde
+from train.checkpoint import Checkpoints
+from train.config import PDEConfig
+from train.folder import write_json
+from train.optimizer import make_optimizer
+from train.step import init_state
+
+Weights = Literal["final", "average", "best_test", "best_validation"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A run rebuilt from its folder."""
+
+    config: PDEConfig
+    task: pde.PDETask
+    model: models.Surrogate
+    step: int
+
+
+def load(folder: Path, weights: Weights = "final") -> Loaded:
+    """Rebuilds the model of a run, its data and its task.
+
+    Args:
+        folder: of the run.
+        weights: "final" of the last checkpoint, their "average", or those of the
+            checkpoint with the smallest test or validation error.
+
+    Raises:
+        FileNotFoundError: if the folder holds no run, or no checkpoint.
+        ValueError: if a file is not what it should be, or the run had no validation.
+    """
+    if not (folder / "config.json").exists():
+        raise FileNotFoundError(f"{folder} holds no run (no config.json).")
+    config = configs.read(PDEConfig, folder / "config.json")
+    task = pde.make_task(config)
+    found = json.loads((folder / "data.json").read_text())["fingerprint"]
+    if found != task.fingerprint:
+        raise ValueError(
+            f"{folder} was trained on other data: fingerprint {found} became "
+            f"{task.fingerprint}."
+        )
+    checkpoints = Checkpoints(folder / "checkpoints", read_only=True)
+    if weights in ("final", "average"):
+        step = checkpoints.latest()
+    else:
+        step = checkpoints.best(f"{weights.removeprefix('best_')}_error")
+    if step is None:
+        raise FileNotFoundError(f"{folder} holds no checkpoint for {weights!r}.")
+    mesh = parallel.make_mesh(data=1)
+    model = task.abstract_model()
+    names = list(named_parameters(model))
+    optimizer = make_optimizer(config.optimizer, task.steps, names)
+    abstract = jax.eval_shape(
+        lambda key: init_state(named_parameters(task.init(key)), optimizer),
+        jax.random.key(0),
+    )
+    specs = parallel.match_specs(parallel.REPLICATED, names)
+    shardings = parallel.state_shardings(abstract, specs, mesh)
+    state = checkpoints.restore(step, abstract, shardings)
+    checkpoints.close()
+    params = state.average if weights == "average" else state.params
+    return Loaded(config, task, with_parameters(model, params), step)
+
+
+def label(config: PDEConfig, folder: Path, taken: dict) -> str:
+    """The mixer's name, or the folder's where two runs share a mixer."""
+    return config.model.mixer if config.model.mixer not in taken else str(folder)
+
+
+def main(
+    runs: Annotated[list[Path], tyro.conf.Positional],
+    weights: Weights = "final",
+    out: Path | None = None,
+) -> None:
+    """Evaluates runs from their folders alone, and draws them side by side.
+
+    Args:
+        runs: run folders. The reduction is that of the last against the first.
+        weights: which weights are evaluated.
+        out: folder of the pictures and of `evaluation.json`; the last run's
+            `evaluation` folder if it is not given.
+    """
+    try:
+        loaded = {}
+        for folder in runs:
+            one = load(folder, weights)
+            loaded[label(one.config, folder, loaded)] = one
+        last = loaded[list(loaded)[-1]]
+        for name, one in loaded.items():
+            if (
+                one.task.dataset.test_fingerprint()
+                != last.task.dataset.test_fingerprint()
+            ):
+                raise ValueError(
+                    f"{name} and {list(loaded)[-1]} differ in their test set."
+                )
+    except (ValueError, OSError) as error:
+        configs.fail(str(error))
+    folder = out or runs[-1] / "evaluation"
+    mesh = parallel.make_mesh(data=1)
+    errors = pde.draw(
+        {name: (one.model, one.task.predictor) for name, one in loaded.items()},
+        last.task.dataset,
+        mesh,
+        folder,
+    )
+    table = Table(title=f"relative L2 error on the test set, {weights} weights")
+    for column in ("run", "step", "mean %", "median %", "largest %"):
+        table.add_column(column, justify="left" if column == "run" else "right")
+    for name, one in loaded.items():
+        e = 100 * errors[name]
+        values = (e.mean(), np.median(e), e.max())
+        table.add_row(name, str(one.step), *(f"{v:.3f}" for v in values))
+    Console().print(table)
+    report = {
+        name: {"step": loaded[name].step, "test_error": float(e.mean())}
+        for name, e in errors.items()
+    }
+    if len(report) > 1:
+        first, last = (list(report.values())[i]["test_error"] for i in (0, -1))
+        names = list(report)
+        print(f"{names[-1]} against {names[0]}: {100 * (1 - last / first):.1f} % less.")
+    write_json(folder / "evaluation.json", {"weights": weights, "runs": report})
+    print(f"pictures: {folder / 'fields.png'}, {folder / 'errors.png'}")
+
+
+if __name__ == "__main__":
+    tyro.cli(main)

@@ -1,0 +1,223 @@
+"""The training loop, for every task."""
+
+import collections
+import functools
+import itertools
+import json
+import math
+import time
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec as P
+
+from flaxmix import parallel
+from flaxmix.parameters import named_parameters, with_parameters
+from train import log, plots
+from train.checkpoint import Checkpoints
+from train.flops import count_flops
+from train.folder import open_folder, summarize, write_json
+from train.optimizer import decayed, make_optimizer, one_cycle
+from train.step import init_state, train_step, train_steps
+from train.task import Task
+
+
+def run(config: Any, task: Task) -> dict[str, Any]:
+    """Trains, or goes on training, until all steps are done.
+
+    Args:
+        config: with `optimizer`, `seed`, `run`, `devices`, `steps_per_call`,
+            `checkpoint_every` and `progress`.
+        task: what is trained.
+
+    Returns:
+        Final and selected errors, which `results.json` holds too.
+
+    Raises:
+        ValueError: if the config and what the run folder holds do not fit, before
+            anything is compiled or overwritten.
+        FloatingPointError: if the loss is not finite.
+    """
+    if task.samples % config.devices:
+        raise ValueError(
+            f"batch={task.samples} must be a multiple of devices={config.devices}."
+        )
+    mesh = parallel.make_mesh(data=config.devices)
+    model = task.abstract_model()
+    names = list(named_parameters(model))
+    optimizer = make_optimizer(config.optimizer, task.steps, names)
+    init = lambda key: init_state(named_parameters(task.init(key)), optimizer)
+    key = jax.random.key(config.seed)
+    abstract = jax.eval_shape(init, key)
+    specs = parallel.match_specs(parallel.REPLICATED, names)
+    shardings = parallel.state_shardings(abstract, specs, mesh)
+
+    folder = open_folder(config, task.fingerprint)
+    checkpoints = Checkpoints(folder / "checkpoints", best=tuple(task.selections))
+    start = checkpoints.latest()
+    if start == task.steps and (folder / "results.json").exists():
+        if config.progress:
+            print(f"{folder} is finished: all {task.steps} steps are done.")
+        return json.loads((folder / "results.json").read_text())
+    if start is None:
+        state = jax.jit(init, out_shardings=shardings)(key)
+    else:
+        state = checkpoints.restore(start, abstract, shardings)
+
+    options = {
+        "loss_fn": lambda p, batch: task.loss(with_parameters(model, p), batch),
+        "optimizer": optimizer,
+        "ema": config.optimizer.ema,
+    }
+    step = _PerShape(
+        jax.jit(
+            functools.partial(train_steps, **options),
+            in_shardings=(shardings, parallel.batch_sharding(mesh, stacked=True)),
+            out_shardings=(shardings, NamedSharding(mesh, P())),
+            donate_argnums=0,
+        )
+    )
+    size = steps_per_call(
+        config.steps_per_call, task.interval, task.steps, config.checkpoint_every
+    )
+    rate, beta1 = (
+        np.asarray(jax.jit(jax.vmap(f))(jnp.arange(task.steps)))
+        for f in one_cycle(config.optimizer, task.steps)
+    )
+
+    done = start or 0
+    with log.Log(
+        folder, steps=task.steps, start=done, progress=config.progress
+    ) as logger:
+
+        def evaluate():
+            errors = task.evaluate(with_parameters(model, state.params), mesh)
+            average = task.evaluate(with_parameters(model, state.average), mesh)
+            errors |= {f"ema_{name}": error for name, error in average.items()}
+            logger.write(done, errors)
+            logger.flush()
+            checkpoints.save(done, state, errors)
+            text = ", ".join(f"{k} {100 * v:.3f} %" for k, v in errors.items())
+            logger.print(f"step {done}: {text}")
+
+        def record(at, metrics, seconds):
+            metrics = {k: float(v.mean()) for k, v in jax.device_get(metrics).items()}
+            metrics |= {
+                "learning_rate": float(rate[at - 1]),
+                "beta1": float(beta1[at - 1]),
+                "samples_per_second": size * task.samples / seconds,
+            }
+            logger.write(at, metrics)
+            logger.progress(
+                at,
+                loss=metrics["loss"],
+                learning_rate=metrics["learning_rate"],
+                samples_per_second=metrics["samples_per_second"],
+            )
+            if not math.isfinite(metrics["loss"]):
+                raise FloatingPointError(
+                    f"the loss is {metrics['loss']} in steps {at - size + 1} to {at}; "
+                    f"the last checkpoint is that of step {checkpoints.latest()}."
+                )
+
+        batches = iter(task.batches(done, size)) if done < task.steps else iter(())
+        if config.progress and done < task.steps:
+            first = next(batches)
+            batches = itertools.chain([first], batches)
+            one = jax.tree.map(
+                lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first
+            )
+            flops = count_flops(functools.partial(train_step, **options), abstract, one)
+            rows = _rows(task, abstract.params, mesh, size, flops)
+            log.table(str(folder), [*task.rows, *rows])
+        if start is None:
+            evaluate()
+
+        ready, began = collections.deque(), time.perf_counter()
+        while done < task.steps:
+            batch = next(batches)
+            if step.compile(state, batch, logger):
+                began = time.perf_counter()
+            state, metrics = step(state, batch)
+            done += size
+            ready.append((done, metrics))
+            boundary = done % task.interval == 0 or done == task.steps
+            checkpoint = done % (config.checkpoint_every or task.steps) == 0
+            # One call late, so that the device never waits for the log.
+            while ready and (boundary or checkpoint or len(ready) > 1):
+                at, metrics = ready.popleft()
+                jax.block_until_ready(metrics)
+                now = time.perf_counter()
+                record(at, metrics, now - began)
+                began = now
+            if boundary:
+                evaluate()
+                began = time.perf_counter()
+            elif checkpoint:
+                logger.flush()
+                checkpoints.save(done, state, {})
+        checkpoints.close()
+
+    plots.curves(log.read_metrics(folder), folder / "curves.png")
+    task.finish(with_parameters(model, state.params), mesh, folder)
+    results = summarize(folder, task.selections)
+    write_json(folder / "results.json", results)
+    return results
+
+
+def steps_per_call(most: int, *boundaries: int | None) -> int:
+    """The largest number of steps up to `most` that ends at every boundary."""
+    common = math.gcd(*(b for b in boundaries if b is not None))
+    return max(n for n in range(1, min(most, common) + 1) if common % n == 0)
+
+
+class _PerShape:
+    """A jitted call that is compiled, and says so, once for each shape."""
+
+    def __init__(self, jitted):
+        self._jitted, self._compiled = jitted, {}
+
+    def compile(self, state, batch, logger) -> bool:
+        """Compiles for the shapes of a batch; False if that was done before."""
+        shape = _shape(batch)
+        if shape in self._compiled:
+            return False
+        began = time.perf_counter()
+        self._compiled[shape] = self._jitted.lower(state, batch).compile()
+        logger.print(
+            f"compiled the training step for x {list(batch['x'].shape)} in "
+            f"{time.perf_counter() - began:.1f} s "
+            f"({len(self._compiled)} compiled so far)"
+        )
+        return True
+
+    def __call__(self, state, batch):
+        return self._compiled[_shape(batch)](state, batch)
+
+
+def _shape(batch):
+    return tuple((name, a.shape) for name, a in sorted(batch.items()))
+
+
+def _rows(task, params, mesh, size, flops):
+    """Start-up table: what is trained, how, and on what."""
+    groups = decayed(list(params))
+    count = lambda names: sum(params[name].size for name in names)
+    rows = [
+        ("parameters", f"{count(params):,}"),
+        ("decayed", f"{count(n for n in params if groups[n]):,}"),
+        ("not decayed", f"{count(n for n in params if not groups[n]):,}"),
+        ("mesh", ", ".join(f"{k} {v}" for k, v in mesh.shape.items())),
+        ("device", mesh.devices.flat[0].device_kind),
+        ("FLOPs a step", f"{flops:.3g}"),
+        ("steps", f"{task.steps:,}, {size} in a call"),
+    ]
+    kinds = collections.defaultdict(list)
+    for name in params:
+        kinds[name.rsplit(".", 1)[-1], groups[name]].append(name)
+    for (kind, decay), names in sorted(kinds.items()):
+        text = f"{count(names):,} in {len(names)}, {'' if decay else 'not '}decayed"
+        rows.append((f"  {kind}", text))
+    return rows

@@ -1,0 +1,265 @@
+"""Trains a surrogate of a PDE solver.
+
+python -m train.pde configs/pde/elasticity_flarepp.py [--field value ...]
+"""
+
+import dataclasses
+import difflib
+import functools
+import inspect
+from pathlib import Path
+
+import jax
+import numpy as np
+from flax import nnx
+
+from flaxmix import data, losses, mixers, models, parallel
+from flaxmix.data import darcy, elasticity
+from train import config as configs, loop, plots
+from train.config import DarcyConfig, ElasticityConfig, ModelConfig, PDEConfig
+from train.task import Task
+
+MIXERS = {
+    "mha": mixers.SelfAttention,
+    "flare": mixers.Flare,
+    "original_flare": mixers.OriginalFlare,
+    "flarepp": mixers.FlarePP,
+    "simplified_flarepp": mixers.SimplifiedFlarePP,
+}
+
+TITLES = {
+    "final": "final",
+    "best_on_test": "best on test (how the papers select: optimistic)",
+    "best_on_validation": "best on validation",
+}
+
+
+def make_dataset(config: ElasticityConfig | DarcyConfig) -> data.Dataset:
+    """Reads or generates the data set."""
+    if isinstance(config, ElasticityConfig):
+        return elasticity.load(
+            config.folder, train=config.train, test=config.test, seed=config.seed
+        )
+    return darcy.load(
+        config.folder,
+        train=config.train,
+        test=config.test,
+        resolution=config.resolution,
+        stride=config.stride,
+        seed=config.seed,
+    )
+
+
+def make_mixer(config: ModelConfig):
+    """The mixer's constructor, with all but channels and rngs filled in.
+
+    Raises:
+        ValueError: if the mixer has no such option; it names the nearest one.
+    """
+    mixer = MIXERS[config.mixer]
+    accepted = inspect.signature(mixer.__init__).parameters
+    given = {"heads": config.heads, "latents": config.latents, "norm": config.norm}
+    own = [name for name in accepted if name not in {*given, "self", "channels", "rngs"}]
+    for name in config.options:
+        if name not in own:
+            near = difflib.get_close_matches(name, own, 1, cutoff=0)
+            raise ValueError(
+                f"model.options: {config.mixer} has no option {name!r}; "
+                f"{f'the nearest is {near[0]!r}' if near else 'it has none'}."
+            )
+    given = {name: value for name, value in given.items() if name in accepted}
+    return functools.partial(mixer, **given, **config.options)
+
+
+def make_model(config: ModelConfig, channels: tuple[int, int], key) -> models.Surrogate:
+    """The surrogate, for c_in and c_out channels."""
+    return models.Surrogate(
+        *channels,
+        channels=config.channels,
+        blocks=config.blocks,
+        mixer=make_mixer(config),
+        norm=config.norm,
+        mlp_ratio=config.mlp_ratio,
+        mlp_layers=config.mlp_layers,
+        io_layers=config.io_layers,
+        remat=config.remat,
+        dtype=config.dtype,
+        rngs=nnx.Rngs(key),
+    )
+
+
+class Predictor:
+    """Predictions in physical units, for whole splits of any size.
+
+    Every sample is used once, whatever the batch and the number of devices.
+    """
+
+    def __init__(self, targets: data.Normalizer, batch: int):
+        self._targets, self._batch = targets, batch
+        self._jitted = jax.jit(self._predict)
+
+    def _predict(self, model, batch):
+        y = model(batch["x"], mask=batch.get("mask"))
+        prediction = self._targets.decode(y)
+        mask = batch.get("mask")
+        return prediction, losses.relative_l2(prediction, batch["y"], mask=mask)
+
+    def _run(self, model, samples, mesh):
+        # Filling up is internal, so the batch may grow to suit the devices.
+        shards = mesh.shape["data"]
+        size = -(-self._batch // shards) * shards
+        sharding = parallel.batch_sharding(mesh)
+        for batch, count in data.evaluation_batches(samples, batch=size):
+            fields, errors = self._jitted(model, jax.device_put(batch, sharding))
+            yield np.asarray(fields)[:count], np.asarray(errors, np.float64)[:count]
+
+    def errors(self, model, samples, mesh) -> np.ndarray:
+        """Relative L2 error of each sample [S], float64."""
+        return np.concatenate([e for _, e in self._run(model, samples, mesh)])
+
+    def fields(self, model, sample, mesh) -> np.ndarray:
+        """Predicted fields [N, c_out] of one sample."""
+        ((fields, _),) = self._run(model, [sample], mesh)
+        return fields[0, : len(sample["x"])]
+
+
+@dataclasses.dataclass(frozen=True)
+class PDETask(Task):
+    """A task with its data and predictor, for evaluation."""
+
+    dataset: data.Dataset
+    predictor: Predictor
+
+
+def make_task(config: PDEConfig) -> PDETask:
+    """The task of a config.
+
+    Raises:
+        ValueError: if the config asks for what the data or the mixer cannot give.
+        OSError: if the data cannot be read.
+    """
+    make_mixer(config.model)
+    dataset = make_dataset(config.data)
+    held = None
+    if config.validation:
+        dataset, held = dataset.hold_out(config.validation)
+    if config.gradient_weight and dataset.grid is None:
+        raise ValueError(
+            f"gradient_weight={config.gradient_weight} needs data on a grid; "
+            f"{dataset.name} has none."
+        )
+    if len(dataset.train) < config.batch:
+        raise ValueError(
+            f"{len(dataset.train)} training samples do not fill batch={config.batch}."
+        )
+    per_epoch = len(dataset.train) // config.batch
+    predictor = Predictor(dataset.targets, config.evaluation_batch)
+    splits = {"test_error": dataset.test}
+    selections = {"test_error": "best_on_test"}
+    if held is not None:
+        splits["validation_error"] = held
+        selections["validation_error"] = "best_on_validation"
+
+    def loss(model, batch):
+        mask = batch.get("mask")
+        prediction = dataset.targets.decode(model(batch["x"], mask=mask))
+        value = losses.relative_l2(prediction, batch["y"], mask=mask)
+        if config.gradient_weight:
+            assert dataset.grid is not None
+            value = value + config.gradient_weight * losses.relative_gradient_l2(
+                prediction, batch["y"], dataset.grid
+            )
+        return value.mean()
+
+    def batches(start, steps_per_call):
+        return data.training_batches(
+            dataset.train,
+            batch=config.batch,
+            seed=config.seed,
+            start=start,
+            steps_per_call=steps_per_call,
+            workers=config.workers,
+        )
+
+    def evaluate(model, mesh):
+        return {
+            name: float(predictor.errors(model, split, mesh).mean())
+            for name, split in splits.items()
+        }
+
+    return PDETask(
+        init=lambda key: make_model(config.model, dataset.channels, key),
+        loss=loss,
+        batches=batches,
+        evaluate=evaluate,
+        finish=lambda model, mesh, folder: draw(
+            {config.model.mixer: (model, predictor)}, dataset, mesh, folder
+        ),
+        steps=config.epochs * per_epoch,
+        interval=max(1, config.epochs // config.evaluations) * per_epoch,
+        samples=config.batch,
+        fingerprint=dataset.fingerprint(),
+        rows=[
+            ("data", f"{dataset.name}, {dataset.quantity}"),
+            ("samples", f"{len(dataset.train)} train, {len(dataset.test)} test"),
+            ("points", f"{len(dataset.train[0]['x']):,} in the first sample"),
+            ("mixer", config.model.mixer),
+        ],
+        selections=selections,
+        dataset=dataset,
+        predictor=predictor,
+    )
+
+
+def draw(
+    runs: dict[str, tuple[models.Surrogate, Predictor]],
+    dataset: data.Dataset,
+    mesh,
+    folder: Path,
+) -> dict[str, np.ndarray]:
+    """Draws the test sample of median error and the distribution of errors.
+
+    The median is that of the last of `runs`; all are drawn on the same sample.
+
+    Returns:
+        The test error of each sample [S], by run.
+    """
+    errors = {
+        name: predictor.errors(model, dataset.test, mesh)
+        for name, (model, predictor) in runs.items()
+    }
+    last = errors[list(runs)[-1]]
+    index = int(np.argsort(last, kind="stable")[len(last) // 2])
+    sample = dataset.test[index]
+    plots.fields(
+        sample["x"][:, list(dataset.coordinates)],
+        sample["y"][:, 0],
+        {
+            name: predictor.fields(model, sample, mesh)[:, 0]
+            for name, (model, predictor) in runs.items()
+        },
+        folder / "fields.png",
+        quantity=dataset.quantity,
+        grid=dataset.grid,
+        title=f"{dataset.name}, test sample {index} (median error)",
+    )
+    plots.errors(errors, folder / "errors.png")
+    return errors
+
+
+def main(argv: list[str] | None = None) -> None:
+    config = configs.load(PDEConfig, argv)
+    try:
+        results = loop.run(config, make_task(config))
+    except (ValueError, OSError) as error:
+        configs.fail(str(error))
+    if config.progress:
+        for selection, errors in results.items():
+            text = ", ".join(
+                f"{k} {100 * v:.3f} %" for k, v in errors.items() if k != "step"
+            )
+            print(f"{TITLES[selection]}, step {errors['step']}: {text}")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,49 @@
+"""What a training run is about: everything that the loop does not know."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+from flax import nnx
+from jax.sharding import Mesh
+
+Batch = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Task:
+    """A model, its data and its errors.
+
+    Attributes:
+        init: makes the model from a key.
+        loss: mean loss of a batch [B, ...], as loss(model, batch).
+        batches: batches without end from a step on, [steps, B, ...] for one call
+            each, as batches(start, steps_per_call).
+        evaluate: errors of a model on whole splits, as evaluate(model, mesh).
+        finish: draws what people look at, as finish(model, mesh, folder).
+        steps: of the whole run.
+        interval: steps between evaluations.
+        samples: a step.
+        fingerprint: of the data.
+        rows: of the start-up table.
+        selections: errors whose smallest value over the run is reported, each with
+            the name of that way to select.
+    """
+
+    init: Callable[[jax.Array], nnx.Module]
+    loss: Callable[[Any, Batch], jax.Array]
+    batches: Callable[[int, int], Iterator[Batch]]
+    evaluate: Callable[[Any, Mesh], dict[str, float]]
+    finish: Callable[[Any, Mesh, Path], None]
+    steps: int
+    interval: int
+    samples: int
+    fingerprint: str
+    rows: Sequence[tuple[str, str]]
+    selections: dict[str, str]
+
+    def abstract_model(self) -> nnx.Module:
+        """The model with shapes in place of arrays."""
+        return nnx.eval_shape(lambda: self.init(jax.random.key(0)))
