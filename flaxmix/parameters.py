@@ -1,10 +1,12 @@
 """The parameters of a module as a plain dictionary of named arrays."""
 
+from collections.abc import Mapping
+from typing import Any
+
 from flax import nnx
-from jaxtyping import Array
 
 
-def named_parameters(module: nnx.Module) -> dict[str, Array]:
+def named_parameters(module: nnx.Module) -> dict[str, Any]:
     """All parameters by dotted name, such as "blocks.mixer.key.kernel".
 
     Layers scanned over depth share a name; their arrays have a leading axis.
@@ -13,7 +15,7 @@ def named_parameters(module: nnx.Module) -> dict[str, Array]:
     return {".".join(map(str, path)): leaf.get_value() for path, leaf in flat}
 
 
-def with_parameters(module: nnx.Module, arrays: dict[str, Array]) -> nnx.Module:
+def with_parameters(module: nnx.Module, arrays: Mapping[str, Any]) -> Any:
     """A copy of a module, or of its `nnx.eval_shape`, with other parameters.
 
     Raises:

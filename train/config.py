@@ -1,6 +1,7 @@
 """Experiments as frozen dataclasses, from a Python file and the command line."""
 
 import dataclasses
+import difflib
 import os
 import runpy
 import sys
@@ -178,6 +179,7 @@ def load(cls: type[T], argv: list[str] | None = None) -> T:
         fail(f"{argv[0]}: {error}")
     if not isinstance(config, cls):
         fail(f"{argv[0]}: config is a {type(config).__name__}, not a {cls.__name__}.")
+    _check_names(argv[1:], list(_fields(config)))
     return tyro.cli(
         cls,
         default=config,
@@ -185,6 +187,34 @@ def load(cls: type[T], argv: list[str] | None = None) -> T:
         prog=program,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
+
+
+def _fields(config: Any, prefix: str = ""):
+    """Dotted names of all fields."""
+    for field in dataclasses.fields(config):
+        value = getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{prefix}{field.name}.")
+        else:
+            yield prefix + field.name
+
+
+def _check_names(arguments: list[str], fields: list[str]) -> None:
+    """Exits with the nearest field where an argument names none.
+
+    A field of that name at another level is nearer than any other spelling.
+    """
+    for argument in arguments:
+        name = argument.partition("=")[0].removeprefix("--").replace("-", "_")
+        if not argument.startswith("--") or name in (*fields, "help"):
+            continue
+        leaf = lambda field: field.rpartition(".")[2]
+        near = [field for field in fields if leaf(field) == leaf(name)]
+        near = near or difflib.get_close_matches(name, fields, 1, cutoff=0)
+        fail(
+            f"unknown field {argument.partition('=')[0]}; "
+            f"the nearest is --{near[0].replace('_', '-')}."
+        )
 
 
 def fail(message: str):

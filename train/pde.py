@@ -14,7 +14,7 @@ import numpy as np
 from flax import nnx
 
 from flaxmix import data, losses, mixers, models, parallel
-from flaxmix.data import darcy, elasticity
+from flaxmix.data import darcy, elasticity, pipeline
 from train import config as configs, loop, plots
 from train.config import DarcyConfig, ElasticityConfig, ModelConfig, PDEConfig
 from train.task import Task
@@ -59,7 +59,9 @@ def make_mixer(config: ModelConfig):
     mixer = MIXERS[config.mixer]
     accepted = inspect.signature(mixer.__init__).parameters
     given = {"heads": config.heads, "latents": config.latents, "norm": config.norm}
-    own = [name for name in accepted if name not in {*given, "self", "channels", "rngs"}]
+    own = [
+        name for name in accepted if name not in {*given, "self", "channels", "rngs"}
+    ]
     for name in config.options:
         if name not in own:
             near = difflib.get_close_matches(name, own, 1, cutoff=0)
@@ -109,7 +111,7 @@ class Predictor:
         shards = mesh.shape["data"]
         size = -(-self._batch // shards) * shards
         sharding = parallel.batch_sharding(mesh)
-        for batch, count in data.evaluation_batches(samples, batch=size):
+        for batch, count in pipeline.evaluation_batches(samples, batch=size):
             fields, errors = self._jitted(model, jax.device_put(batch, sharding))
             yield np.asarray(fields)[:count], np.asarray(errors, np.float64)[:count]
 
@@ -172,7 +174,7 @@ def make_task(config: PDEConfig) -> PDETask:
         return value.mean()
 
     def batches(start, steps_per_call):
-        return data.training_batches(
+        return pipeline.training_batches(
             dataset.train,
             batch=config.batch,
             seed=config.seed,

@@ -1,4 +1,4 @@
-"""Data sets, normalisers and batches."""
+"""Data sets and normalisers; `flaxmix.data.pipeline` makes batches of them."""
 
 from flaxmix.data.dataset import (
     Dataset as Dataset,
@@ -6,8 +6,4 @@ from flaxmix.data.dataset import (
     Meshes as Meshes,
     Normalizer as Normalizer,
     Sample as Sample,
-)
-from flaxmix.data.pipeline import (
-    evaluation_batches as evaluation_batches,
-    training_batches as training_batches,
 )
