@@ -1,5 +1,17 @@
 """Eight CPU devices, so that every sharding test runs on every machine."""
 
-import jax
+import atexit
+import os
+import shutil
+import tempfile
+
+# Runs that differ in what they do, not in what they compile, compile once. An
+# environment variable, so that the processes that tests start share it.
+_CACHE = tempfile.mkdtemp(prefix="flaxmix-test-")
+os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
+atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+
+import jax  # noqa: E402
 
 jax.config.update("jax_num_cpu_devices", 8)

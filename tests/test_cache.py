@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from flaxmix.data import cache
+from flaxmix.data import cache, workers
 
 ROOT = Path(__file__).parents[1]
 PATIENCE = 60
@@ -21,7 +21,7 @@ PATIENCE = 60
 
 
 def squares(index):
-    return {"square": np.float64(index**2), "pair": np.array([index, -index])}
+    return {"square": np.array(index**2, float), "pair": np.array([index, -index])}
 
 
 def noisy(index):
@@ -58,7 +58,7 @@ def hanging(index):
 
 
 def write_squares(function, path):
-    arrays = cache.compute(function, 4, title="squares", processes=2, progress=False)
+    arrays = workers.compute(function, 4, title="squares", processes=2, progress=False)
     np.savez(path / "squares.npz", **arrays)
 
 
@@ -95,7 +95,7 @@ def test_default_folder(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize("count, processes", [(1, None), (5, 2)])
 def test_compute_stacks_in_order(count, processes):
-    arrays = cache.compute(
+    arrays = workers.compute(
         noisy, count, title="squares", processes=processes, progress=False
     )
     index = np.arange(count)
@@ -105,46 +105,50 @@ def test_compute_stacks_in_order(count, processes):
 
 
 def test_workers_are_other_processes_with_one_thread_that_ignore_interrupts():
-    arrays = cache.compute(surroundings, 2, title="", processes=1, progress=False)
+    arrays = workers.compute(surroundings, 2, title="", processes=1, progress=False)
     assert (arrays["threads"] == 1).all()
     assert os.getpid() not in arrays["process"]
 
 
 def test_progress_is_shown_on_the_standard_error(capfd):
-    cache.compute(squares, 3, title="some squares", processes=1, progress=True)
+    workers.compute(squares, 3, title="some squares", processes=1, progress=True)
     out, error = capfd.readouterr()
     assert not out
-    assert "some squares" in error and "3/3" in error and "samples/s" in error
+    assert "some squares" in error and "3/3" in error
 
 
 def test_failure_names_the_sample():
     with pytest.raises(
         RuntimeError, match="squares: sample 3 failed: ValueError: no solution here"
     ) as caught:
-        cache.compute(failing, 5, title="squares", processes=1, progress=False)
+        workers.compute(failing, 5, title="squares", processes=1, progress=False)
     assert "in failing" in caught.value.__notes__[0]
 
 
 def test_lost_worker_names_the_sample():
     with pytest.raises(RuntimeError, match="sample 0 lost its worker.*exit code 5"):
-        cache.compute(dying, 1, title="squares", processes=1, progress=False)
+        workers.compute(dying, 1, title="squares", processes=1, progress=False)
 
 
-def test_what_cannot_be_sent_is_an_error():
-    with pytest.raises(RuntimeError, match="sample 0 cannot be sent"):
-        cache.compute(lambda i: {}, 1, title="", processes=1, progress=False)
+def test_what_a_worker_cannot_find_is_an_error(monkeypatch):
+    """A function of a main script is known by name only, and the name is not there."""
+    function = functools.partial(squares)
+    monkeypatch.setattr(squares, "__module__", "__main__")
+    monkeypatch.setattr(sys.modules["__main__"], "squares", squares, raising=False)
+    with pytest.raises(RuntimeError, match="sample 0 failed: AttributeError.*squares"):
+        workers.compute(function, 1, title="", processes=1, progress=False)
 
 
 def test_what_cannot_be_returned_is_an_error():
     with pytest.raises(RuntimeError, match="sample 0 failed: TypeError.*lock"):
-        cache.compute(unpicklable, 1, title="", processes=1, progress=False)
+        workers.compute(unpicklable, 1, title="", processes=1, progress=False)
 
 
 @pytest.mark.parametrize("count, processes", [(0, 1), (1, 0)])
 def test_counts_below_one(count, processes):
     message = f"count and processes must be at least 1, got {count} and {processes}"
     with pytest.raises(ValueError, match=message):
-        cache.compute(squares, count, title="", processes=processes)
+        workers.compute(squares, count, title="", processes=processes)
 
 
 def test_unguarded_script(tmp_path):
@@ -152,6 +156,16 @@ def test_unguarded_script(tmp_path):
     error = process.communicate(timeout=PATIENCE)[1]
     assert process.returncode == 0, error
     assert sorted(p.name for p in tmp_path.iterdir()) == ["a"]
+
+
+def test_workers_of_the_recipes_do_not_import_jax():
+    process = python(
+        "import sys\n"
+        "import flaxmix.data.darcy_solver, flaxmix.data.elasticity\n"
+        "assert not {'jax', 'flax', 'grain'} & {*sys.modules}\n"
+    )
+    error = process.communicate(timeout=PATIENCE)[1]
+    assert process.returncode == 0, error
 
 
 @pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGINT])

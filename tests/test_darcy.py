@@ -8,7 +8,7 @@ from scipy import io
 from scipy.sparse.linalg import spsolve
 from skfem.helpers import dot, grad
 
-from flaxmix.data import cache, darcy
+from flaxmix.data import cache, darcy, darcy_solver as solver, workers
 
 R = 21
 """Resolution of the small files."""
@@ -31,7 +31,7 @@ def test_constant_permeability_gives_the_series_at_second_order():
     for n in (17, 33, 65):
         points = np.linspace(0, 1, n)
         expected = series(points, points) / 5
-        actual = darcy.solve(np.full((n, n), 5.0))
+        actual = solver.solve(np.full((n, n), 5.0))
         errors.append(abs(actual - expected).max() / expected.max())
     assert errors[0] < 4e-3
     orders = np.log2(np.divide(errors[:-1], errors[1:]))
@@ -50,7 +50,7 @@ def test_smooth_permeability_agrees_with_finite_elements_at_second_order():
     for n in (17, 33):
         points = np.linspace(0, 1, n)
         x, y = np.meshgrid(points, points)
-        actual = darcy.solve(smooth(x, y))
+        actual = solver.solve(smooth(x, y))
         chosen = actual[:: (n - 1) // 16, :: (n - 1) // 16]
         x, y = np.meshgrid(points[:: (n - 1) // 16], points[:: (n - 1) // 16])
         expected = (basis.probes(np.stack([x.ravel(), y.ravel()])) @ u).reshape(17, 17)
@@ -77,7 +77,8 @@ def elements(basis, permeability):
 
 
 @pytest.mark.parametrize(
-    "resolution, largest, mean", [(33, 0.06, 0.03), (65, 0.025, 0.015)]
+    "resolution, largest, mean",
+    [(33, 0.06, 0.03), pytest.param(65, 0.025, 0.015, marks=pytest.mark.slow)],
 )
 def test_samples_agree_with_finite_elements(resolution, largest, mean):
     """Elements see the jumps of a at cell sides, the scheme smears them over a cell.
@@ -92,7 +93,7 @@ def test_samples_agree_with_finite_elements(resolution, largest, mean):
     probes = basis.probes(np.stack([x.ravel(), y.ravel()]))
     errors = []
     for index in range(3):
-        solved = darcy.sample(0, "train", index, resolution)
+        solved = solver.sample(0, "train", index, resolution)
         a = solved["coeff"].astype(np.float64)
 
         def cell(x, y, a=a):
@@ -109,11 +110,11 @@ def test_rows_are_y():
     """Permeability that varies along columns only, and a solution that shows it."""
     n = 33
     a = np.broadcast_to(np.linspace(1, 9, n), (n, n)).copy()
-    u = darcy.solve(a)
+    u = solver.solve(a)
     np.testing.assert_allclose(u, u[::-1], rtol=0, atol=1e-12)
     # High where the flow is hindered, at small x.
     assert u[n // 2, n // 4] > 1.2 * u[n // 2, -1 - n // 4]
-    np.testing.assert_allclose(darcy.solve(a.T), u.T, rtol=0, atol=1e-12)
+    np.testing.assert_allclose(solver.solve(a.T), u.T, rtol=0, atol=1e-12)
 
 
 def test_field_is_the_sum_of_its_modes():
@@ -129,13 +130,13 @@ def test_field_is_the_sum_of_its_modes():
             along_y = np.cos(row * np.pi * centres) * (np.sqrt(2) if row else 1)
             along_x = np.cos(column * np.pi * centres) * (np.sqrt(2) if column else 1)
             expected += xi[row, column] * scale * np.outer(along_y, along_x)
-    np.testing.assert_allclose(darcy.gaussian_field(xi), expected, atol=1e-13)
+    np.testing.assert_allclose(solver.gaussian_field(xi), expected, atol=1e-13)
 
 
 def test_permeability_statistics():
     """Two values, half of the area each; neighbours agree, corners hardly so."""
     count = 200
-    fields = np.stack([darcy.gaussian_field(noise(i, 17)) for i in range(count)])
+    fields = np.stack([solver.gaussian_field(noise(i, 17)) for i in range(count)])
     signs = np.where(fields >= 0, 1, -1)
     # Of 200 whole fields, and each pixel in them: four standard errors.
     assert abs(signs[:, 3, 8].mean()) < 4 / np.sqrt(count)
@@ -146,13 +147,13 @@ def test_permeability_statistics():
     spread = 4 * np.sqrt(2 * np.sum(size**4) / count)
     assert variance.mean() == pytest.approx(np.sum(size**2), abs=spread)
     assert (signs[:, 8, 8] == signs[:, 8, 9]).mean() > 0.8
-    a = darcy.sample(0, "train", 0, R)["coeff"]
+    a = solver.sample(0, "train", 0, R)["coeff"]
     assert set(np.unique(a)) == {3.0, 12.0}
 
 
 def test_splines():
     """Exact for cubics, back and forth, the rim included."""
-    to_nodes, to_centres = darcy._splines(9)
+    to_nodes, to_centres = solver._splines(9)
     centres, nodes = (np.arange(9) + 0.5) / 9, np.linspace(0, 1, 9)
 
     def cubic(x):
@@ -165,7 +166,7 @@ def test_splines():
 @pytest.mark.parametrize("resolution, rim", [(85, 0.4), (421, 0.03)])
 def test_pressure(resolution, rim):
     """The rim is half a cell inside; coarse splines make peaks of one cell there."""
-    solved = darcy.sample(1, "test", 0, resolution)
+    solved = solver.sample(1, "test", 0, resolution)
     u = solved["sol"]
     assert u.dtype == solved["coeff"].dtype == np.float32
     outside = np.concatenate([u[0], u[-1], u[:, 0], u[:, -1]])
@@ -191,9 +192,9 @@ def test_files_are_in_the_published_format(generated):
         for key in ("coeff", "sol"):
             assert arrays[key].dtype == np.float32
             for index, actual in enumerate(arrays[key]):
-                expected = darcy.sample(0, split, index, R)[key]
+                expected = solver.sample(0, split, index, R)[key]
                 np.testing.assert_array_equal(actual, expected)
-    assert (darcy.sample(0, "test", 0, R)["coeff"] != arrays["coeff"][1]).any()
+    assert (solver.sample(0, "test", 0, R)["coeff"] != arrays["coeff"][1]).any()
 
 
 def test_generation_is_reproducible(generated, tmp_path):
@@ -239,7 +240,7 @@ def test_generated_and_published_files_load_alike(
     size = {"train": 4, "test": 2, "stride": stride}
     published = darcy.load(tmp_path, **size)
     made = darcy.load(resolution=R, processes=1, **size)
-    monkeypatch.setattr(cache, "compute", None)
+    monkeypatch.setattr(workers, "compute", None)
     again = darcy.load(resolution=R, **size)
     assert made.fingerprint() == again.fingerprint() == published.fingerprint()
     assert made.channels == (3, 1) and made.grid == 2 * ((R - 1) // stride + 1,)
@@ -276,9 +277,9 @@ def test_inputs_and_targets(generated):
 
 
 def test_inaccurate_solution(monkeypatch):
-    monkeypatch.setattr(darcy, "_TOLERANCE", 0.0)
+    monkeypatch.setattr(solver, "_TOLERANCE", 0.0)
     with pytest.raises(RuntimeError, match=r"relative residual .*e-1\d, allowed 0e"):
-        darcy.solve(1 + np.square(noise(0, 9)))
+        solver.solve(1 + np.square(noise(0, 9)))
 
 
 @pytest.mark.parametrize(

@@ -369,7 +369,9 @@ def test_mixing_matrix_has_the_rank_of_the_latents():
             sizes = np.linalg.svd(matrix, compute_uv=False)
             assert sizes[2] > 1e-4 and np.all(sizes[3:] < TIGHT)
         # Heads and channels do not mix.
-        assert not np.any(jacobian[:, 0, :, :, 1:]) and not np.any(jacobian[:, 0, 0, :, 0, 1:])
+        assert not np.any(jacobian[:, 0, :, :, 1:]) and not np.any(
+            jacobian[:, 0, 0, :, 0, 1:]
+        )
 
 
 # Sharded over N = 24 points. The loss is reduced inside the region. Latents are used
@@ -474,9 +476,10 @@ def operations(text):
     return {name: count(name) for name in names if count(name)}
 
 
-@pytest.mark.parametrize("dtype, shards", [(jnp.float32, 4)] + [
-    (jnp.float64, shards) for shards in (1, 2, 4, 8)
-])
+@pytest.mark.parametrize(
+    "dtype, shards",
+    [(jnp.float32, 4)] + [(jnp.float64, shards) for shards in (1, 2, 4, 8)],
+)
 @pytest.mark.parametrize("loss", LOSSES)
 def test_shards_equal_one_device(loss, dtype, shards):
     with jax.enable_x64(dtype == jnp.float64):
@@ -507,7 +510,9 @@ def test_forward_collectives():
     compiled = jax.jit(gather).lower(q, k, v, mask).compile()
     assert operations(compiled.as_text()) == {"all-reduce": 2}
     error = ERROR[jnp.float32]
-    assert_close(compiled(q, k, v, mask), oracles.gather(q, k, v, mask=mask), error=error)
+    assert_close(
+        compiled(q, k, v, mask), oracles.gather(q, k, v, mask=mask), error=error
+    )
     scatter = over(
         lambda k, q, z, mask: ops.scatter(k, q, z, mask=mask, axis_name="context"),
         in_specs=(POINTS, WHOLE, WHOLE, POINTS),

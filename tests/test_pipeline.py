@@ -76,7 +76,8 @@ import numpy as np
 sys.path.insert(0, "tests")
 from test_pipeline import indices, numbered
 from flaxmix.data.pipeline import training_batches
-batches = training_batches(numbered(7), batch=2, seed=3, start=2, workers=int(sys.argv[1]))
+workers = int(sys.argv[1])
+batches = training_batches(numbered(7), batch=2, seed=3, start=2, workers=workers)
 print(indices(batches, 8).tolist())
 """
 

@@ -21,7 +21,7 @@ from train.checkpoint import Checkpoints
 from train.config import PDEConfig
 from train.folder import write_json
 from train.optimizer import make_optimizer
-from train.step import init_state
+from train.step import TrainState, init_state
 
 Weights = Literal["final", "average", "best_test", "best_validation"]
 
@@ -33,6 +33,7 @@ class Loaded:
     config: PDEConfig
     task: pde.PDETask
     model: models.Surrogate
+    state: TrainState
     step: int
 
 
@@ -45,8 +46,8 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
             checkpoint with the smallest test or validation error.
 
     Raises:
-        FileNotFoundError: if the folder holds no run, or no checkpoint.
-        ValueError: if a file is not what it should be, or the run had no validation.
+        FileNotFoundError: if the folder holds no run.
+        ValueError: if it holds no such checkpoint, or files of something else.
     """
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no run (no config.json).")
@@ -64,7 +65,7 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
     else:
         step = checkpoints.best(f"{weights.removeprefix('best_')}_error")
     if step is None:
-        raise FileNotFoundError(f"{folder} holds no checkpoint for {weights!r}.")
+        raise ValueError(f"{folder} holds no checkpoint for {weights!r}.")
     mesh = parallel.make_mesh(data=1)
     model = task.abstract_model()
     names = list(named_parameters(model))
@@ -78,7 +79,7 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
     state = checkpoints.restore(step, abstract, shardings)
     checkpoints.close()
     params = state.average if weights == "average" else state.params
-    return Loaded(config, task, with_parameters(model, params), step)
+    return Loaded(config, task, with_parameters(model, params), state, step)
 
 
 def label(config: PDEConfig, folder: Path, taken: dict) -> str:

@@ -96,6 +96,17 @@ def _affine_backward(axis, saved, g):
 _affine.defvjp(_affine_forward, _affine_backward)
 
 
+def _vary(parameter: Array | None, y: Array) -> Array | None:
+    """Makes a parameter vary over the mesh axes that y varies over.
+
+    Inside `jax.shard_map` a derivative has to vary as its argument does; the
+    derivative of this sum adds the devices' parts up.
+    """
+    if parameter is None:
+        return None
+    return parameter + jnp.zeros_like(y, parameter.dtype, parameter.shape)
+
+
 def layer_norm(
     x: Float[Array, "..."],
     scale: Float[Array, "C"] | None = None,
@@ -119,7 +130,9 @@ def layer_norm(
         The normalised array, in the dtype of `x`.
     """
     y = _standardize(x, axis, eps, True)
-    return y if scale is None else _affine(y, scale, bias, axis)
+    if scale is None:
+        return y
+    return _affine(y, _vary(scale, y), _vary(bias, y), axis)
 
 
 def rms_norm(
@@ -141,4 +154,4 @@ def rms_norm(
         The normalised array, in the dtype of `x`.
     """
     y = _standardize(x, axis, eps, False)
-    return y if scale is None else _affine(y, scale, None, axis)
+    return y if scale is None else _affine(y, _vary(scale, y), None, axis)

@@ -1,0 +1,374 @@
+"""Whole runs, on a Darcy set of 11 x 11 points."""
+
+import dataclasses
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from flaxmix import parallel
+from flaxmix.data import darcy
+from flaxmix.parameters import named_parameters
+from train import config as configs, evaluate, loop, pde
+from train.checkpoint import Checkpoints
+from train.config import DarcyConfig, ModelConfig, OptimizerConfig, PDEConfig
+from train.log import read_metrics
+
+from closeness import assert_close
+
+TRAIN, TEST = 8, 7
+
+
+@pytest.fixture(scope="session")
+def files(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data") / "darcy"
+    darcy.generate(folder, train=TRAIN, test=TEST, resolution=11, progress=False)
+    return folder
+
+
+@pytest.fixture
+def config(files, tmp_path):
+    """Ten steps, five in a call, with a checkpoint half way."""
+    return PDEConfig(
+        data=DarcyConfig(folder=files, train=TRAIN, test=TEST, stride=1),
+        model=ModelConfig(channels=8, blocks=2, heads=2, latents=3, io_layers=0),
+        epochs=5,
+        batch=4,
+        evaluation_batch=4,
+        evaluations=1,
+        checkpoint_every=5,
+        gradient_weight=0.1,
+        run=tmp_path / "run",
+        progress=False,
+    )
+
+
+def train(config, **changes):
+    config = dataclasses.replace(config, **changes)
+    return loop.run(config, pde.make_task(config))
+
+
+def changed(config, path, value):
+    """The config with the field at a dotted path replaced."""
+    head, _, rest = path.partition(".")
+    if rest:
+        value = changed(getattr(config, head), rest, value)
+    return dataclasses.replace(config, **{head: value})
+
+
+def last_state(config):
+    """The arrays of the last checkpoint."""
+    loaded = evaluate.load(config.run)
+    return loaded.step, loaded.state
+
+
+def rows(config):
+    """The metrics, without the one that is a time."""
+    return [
+        {k: v for k, v in row.items() if k != "samples_per_second"}
+        for row in read_metrics(config.run)
+    ]
+
+
+@pytest.fixture
+def trained(config):
+    train(config)
+    return config
+
+
+def test_a_run_folder_holds_everything(trained):
+    found = {path.name for path in trained.run.iterdir()}
+    assert found == {
+        *("config.json", "data.json", "checkpoints", "tensorboard"),
+        *("metrics.jsonl", "metrics.csv", "results.json"),
+        *("curves.png", "fields.png", "errors.png"),
+    }
+    steps = [row["step"] for row in rows(trained)]
+    assert steps == [0, 5, 10, 10]
+    results = json.loads((trained.run / "results.json").read_text())
+    assert results["final"]["test_error"] == rows(trained)[-1]["test_error"]
+    assert results["best_on_test"]["test_error"] == min(
+        row["test_error"] for row in rows(trained) if "test_error" in row
+    )
+
+
+def test_training_reduces_loss_and_error(config):
+    optimizer = OptimizerConfig(learning_rate=3e-3)
+    results = train(config, epochs=150, optimizer=optimizer, gradient_weight=0.0)
+    record = [row for row in rows(config) if "loss" in row]
+    assert record[-1]["loss"] < 0.7 * record[0]["loss"]
+    assert results["final"]["test_error"] < 0.95 * rows(config)[0]["test_error"]
+
+
+KILLED = """
+import os, signal, sys, time
+from pathlib import Path
+from train import config, loop, pde
+import dataclasses
+conf = config.read(config.PDEConfig, Path(sys.argv[1]))
+task = pde.make_task(conf)
+
+def batches(start, size):
+    for i, batch in enumerate(task.batches(start, size)):
+        if start + i * size >= 7:
+            while not (conf.run / "checkpoints" / "5" / "state").exists():
+                time.sleep(0.01)
+            os.kill(os.getpid(), signal.SIGKILL)
+        yield batch
+
+loop.run(conf, dataclasses.replace(task, batches=batches))
+"""
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_five_steps_killed_and_resumed_equal_ten_bitwise(config, tmp_path, workers):
+    config = dataclasses.replace(config, steps_per_call=1, validation=2, batch=3)
+    whole = dataclasses.replace(config, run=tmp_path / "whole")
+    train(whole)
+    configs.write(config, tmp_path / "killed.json")
+    done = subprocess.run(
+        [sys.executable, "-c", KILLED, str(tmp_path / "killed.json")],
+        capture_output=True,
+        timeout=300,
+    )
+    assert done.returncode == -9, done.stderr
+    assert [r["step"] for r in rows(config) if "loss" in r][-1] > 5
+    assert not (config.run / "results.json").exists()
+    # Workers may change from one process to the next.
+    train(config, workers=workers)
+    assert rows(config) == rows(whole)
+    (step, actual), (last, expected) = last_state(config), last_state(whole)
+    assert step == last == 10
+    for a, e in zip(jax.tree.leaves(actual), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_array_equal(np.asarray(a), np.asarray(e))
+
+
+def test_a_finished_run_does_nothing(trained, capsys):
+    before = {p: p.stat().st_mtime_ns for p in trained.run.rglob("*") if p.is_file()}
+    results = train(trained, progress=True)
+    after = {p: p.stat().st_mtime_ns for p in trained.run.rglob("*") if p.is_file()}
+    assert before == after
+    assert results == json.loads((trained.run / "results.json").read_text())
+    assert "is finished" in capsys.readouterr().out
+
+
+def test_several_steps_a_call_give_the_same_numbers(config, tmp_path):
+    one = dataclasses.replace(config, steps_per_call=1, run=tmp_path / "one")
+    train(config)
+    train(one)
+    (_, actual), (_, expected) = last_state(config), last_state(one)
+    assert_close(actual.params, expected.params, error=1e-5)
+
+
+def test_steps_per_call_ends_at_every_boundary():
+    assert loop.steps_per_call(20, 600, 6000, None) == 20
+    assert loop.steps_per_call(20, 498, 4980, None) == 6
+    assert loop.steps_per_call(20, 10, 10, 5) == 5
+    assert loop.steps_per_call(20, 7, 7, 7) == 7
+    assert loop.steps_per_call(1, 600, 600, None) == 1
+
+
+@pytest.mark.parametrize("devices", [2, 4])
+def test_devices_share_a_batch(config, tmp_path, devices):
+    train(config)
+    many = dataclasses.replace(config, devices=devices, run=tmp_path / "many")
+    train(many)
+    # Gradients are summed in another order, and Adam magnifies small ones.
+    for a, b in zip(rows(config), rows(many), strict=True):
+        assert a.keys() == b.keys()
+        for key in a:
+            assert a[key] == pytest.approx(b[key], rel=1e-3), (key, a, b)
+
+
+def test_the_error_is_the_plain_mean_over_samples(config):
+    # Seven samples fill neither batches of four nor two devices.
+    task = pde.make_task(config)
+    model = task.init(jax.random.key(0))
+    one = parallel.make_mesh(data=1)
+    each = [
+        task.predictor.errors(model, [task.dataset.test[i]], one)[0]
+        for i in range(TEST)
+    ]
+    for devices in (1, 2, 8):
+        mesh = parallel.make_mesh(data=devices)
+        errors = task.predictor.errors(model, task.dataset.test, mesh)
+        assert_close(errors, np.array(each), error=1e-6)
+        assert task.evaluate(model, mesh)["test_error"] == pytest.approx(
+            np.mean(each), rel=1e-6
+        )
+
+
+def test_checkpoints_open_on_any_number_of_devices(config):
+    config = dataclasses.replace(config, devices=4)
+    train(config)
+    saved = last_state(config)[1]
+    task = pde.make_task(config)
+    abstract = jax.tree.map(lambda a: jax.ShapeDtypeStruct(a.shape, a.dtype), saved)
+    specs = parallel.match_specs(parallel.REPLICATED, list(saved.params))
+    for devices in (1, 2, 8):
+        mesh = parallel.make_mesh(data=devices)
+        shardings = parallel.state_shardings(abstract, specs, mesh)
+        checkpoints = Checkpoints(config.run / "checkpoints", read_only=True)
+        state = checkpoints.restore(10, abstract, shardings)
+        assert len(state.params["norm.scale"].devices()) == devices
+        for a, b in zip(jax.tree.leaves(state), jax.tree.leaves(saved), strict=True):
+            np.testing.assert_array_equal(np.asarray(a), np.asarray(b))
+    assert task.fingerprint == pde.make_task(config).fingerprint
+
+
+def test_the_best_checkpoint_is_kept(config):
+    # A learning rate that ruins the model at once: the first weights are the best.
+    optimizer = OptimizerConfig(
+        learning_rate=10.0, warmup=0.9, initial_division=1e9, final_division=1e-9
+    )
+    config = dataclasses.replace(
+        config, optimizer=optimizer, evaluations=5, checkpoint_every=None
+    )
+    train(config)
+    errors = {r["step"]: r["test_error"] for r in rows(config) if "test_error" in r}
+    best = min(errors, key=errors.__getitem__)
+    assert best < 8, errors
+    checkpoints = Checkpoints(config.run / "checkpoints", read_only=True)
+    assert checkpoints.best("test_error") == best
+    assert checkpoints.steps() == sorted({best, 8, 10})
+    assert evaluate.load(config.run, "best_test").step == best
+
+
+def test_a_run_of_another_config_is_refused(trained):
+    with pytest.raises(ValueError, match="model.channels: 8 became 16"):
+        train(changed(trained, "model.channels", 16))
+    with pytest.raises(ValueError, match="model.mixer: 'flarepp' became 'flare'"):
+        train(changed(trained, "model.mixer", "flare"))
+    with pytest.raises(ValueError, match="seed: 0 became 1"):
+        train(changed(trained, "seed", 1))
+
+
+def test_a_run_on_other_data_is_refused(trained, tmp_path):
+    other = tmp_path / "other"
+    darcy.generate(other, train=TRAIN, test=TEST, resolution=11, seed=1, progress=False)
+    data = dataclasses.replace(trained.data, folder=other)
+    file = trained.run / "config.json"
+    configs.write(dataclasses.replace(trained, data=data), file)
+    with pytest.raises(ValueError, match="on other data: fingerprint .* became"):
+        train(trained, data=data)
+    with pytest.raises(ValueError, match="trained on other data"):
+        evaluate.load(trained.run)
+
+
+def test_a_folder_of_something_else_is_refused(config):
+    config.run.mkdir()
+    (config.run / "thesis.tex").write_text("x")
+    with pytest.raises(ValueError, match="is not empty and holds no run"):
+        train(config)
+    assert [p.name for p in config.run.iterdir()] == ["thesis.tex"]
+
+
+def test_a_checkpoint_of_another_width_names_the_first_mismatch(trained):
+    wide = pde.make_task(changed(trained, "model.channels", 16))
+    step, saved = last_state(trained)
+    checkpoints = Checkpoints(trained.run / "checkpoints", read_only=True)
+    replicated = jax.tree.leaves(saved)[0].sharding
+
+    def restore(params):
+        wanted = dataclasses.replace(saved, params=params)
+        shardings = jax.tree.map(lambda _: replicated, wanted)
+        return checkpoints.restore(step, wanted, shardings)
+
+    params = jax.eval_shape(lambda: named_parameters(wide.init(jax.random.key(0))))
+    first = r"params/blocks.mixer.key.bias is float32\[2, 8\] there and .*16\] here"
+    with pytest.raises(ValueError, match=first):
+        restore(params)
+    fewer = {k: v for k, v in saved.params.items() if k != "norm.scale"}
+    with pytest.raises(ValueError, match="params/norm.scale is .* there and nothing"):
+        restore(fewer)
+    more = saved.params | {"new": saved.params["norm.scale"]}
+    with pytest.raises(ValueError, match="params/new is nothing there and float32"):
+        restore(more)
+
+
+def test_a_loss_that_is_not_finite_stops_the_run(config):
+    task = pde.make_task(config)
+    bad = dataclasses.replace(task, loss=lambda m, b: task.loss(m, b) + jnp.nan)
+    with pytest.raises(FloatingPointError, match="loss is nan in steps 1 to 5"):
+        loop.run(config, bad)
+    assert np.isnan(rows(config)[-1]["loss"])
+
+
+@pytest.mark.parametrize(
+    "path,value,message",
+    [
+        ("batch", 9, "8 training samples do not fill batch=9"),
+        ("devices", 3, "batch=4 must be a multiple of devices=3"),
+        ("devices", 4096, "devices=4096"),
+        ("validation", 8, "cannot hold out 8 of 8"),
+        ("data.train", 9, "9"),
+        ("data.stride", 3, "3"),
+        ("model.options", {"gate_logits": 1.0}, "'gate_logits'.*'gate_logit'"),
+        ("data.folder", Path("nowhere"), "nowhere"),
+    ],
+)
+def test_bad_input_gives_one_clear_error_and_touches_nothing(
+    config, path, value, message
+):
+    with pytest.raises((ValueError, OSError), match=message):
+        train(changed(config, path, value))
+    assert not config.run.exists()
+
+
+def test_the_gradient_loss_needs_a_grid(config, monkeypatch):
+    plain = pde.make_dataset(config.data)
+    plain = dataclasses.replace(plain, grid=None)
+    monkeypatch.setattr(pde, "make_dataset", lambda config: plain)
+    with pytest.raises(ValueError, match="gradient_weight=0.1 needs data on a grid"):
+        pde.make_task(config)
+
+
+def test_command_line_exits_with_2_on_bad_input(files, tmp_path):
+    command = [sys.executable, "-m", "train.pde", "configs/pde/darcy_small.py"]
+    options = ["--data.folder", str(files), "--data.train", "8", "--data.test", "7"]
+    options += ["--run", str(tmp_path / "run"), "--batch", "9"]
+    done = subprocess.run([*command, *options], capture_output=True, text=True)
+    assert done.returncode == 2
+    assert done.stderr.strip().splitlines() == [
+        "8 training samples do not fill batch=9."
+    ]
+
+
+def test_evaluate_rebuilds_a_run_from_its_folder(trained, tmp_path, capsys):
+    evaluate.main([trained.run], out=tmp_path / "out")
+    report = json.loads((tmp_path / "out" / "evaluation.json").read_text())
+    final = json.loads((trained.run / "results.json").read_text())["final"]
+    assert report["runs"]["flarepp"]["test_error"] == pytest.approx(
+        final["test_error"], rel=1e-6
+    )
+    assert (tmp_path / "out" / "fields.png").exists()
+    average = evaluate.load(trained.run, "average")
+    error = average.task.evaluate(average.model, parallel.make_mesh(data=1))
+    assert error["test_error"] == pytest.approx(final["ema_test_error"], rel=1e-6)
+    assert "flarepp" in capsys.readouterr().out
+
+
+def test_evaluate_compares_runs(trained, tmp_path, capsys):
+    flare = changed(trained, "model.mixer", "flare")
+    flare = dataclasses.replace(flare, run=tmp_path / "flare")
+    train(flare)
+    evaluate.main([flare.run, trained.run])
+    assert "flarepp against flare" in capsys.readouterr().out
+    report = json.loads((trained.run / "evaluation/evaluation.json").read_text())
+    assert list(report["runs"]) == ["flare", "flarepp"]
+
+
+def test_evaluate_says_what_is_missing(trained, tmp_path, capsys):
+    with pytest.raises(FileNotFoundError, match="holds no run"):
+        evaluate.load(tmp_path / "nowhere")
+    with pytest.raises(ValueError, match="no checkpoint for 'best_validation'"):
+        evaluate.load(trained.run, "best_validation")
+    with pytest.raises(SystemExit) as exit_:
+        evaluate.main([tmp_path / "nowhere"])
+    assert exit_.value.code == 2
+    assert "holds no run" in capsys.readouterr().err
