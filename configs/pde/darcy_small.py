@@ -14,7 +14,7 @@ config = PDEConfig(
     data=DarcyConfig(train=400, test=100, resolution=43, stride=1),
     model=ModelConfig(mixer="flarepp", channels=64, blocks=4, heads=4, latents=32),
     optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5),
-    epochs=20,
+    epochs=15,
     batch=4,
     evaluation_batch=20,
     evaluations=5,

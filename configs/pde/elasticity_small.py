@@ -15,7 +15,7 @@ config = PDEConfig(
     data=ElasticityConfig(train=400, test=100),
     model=ModelConfig(mixer="flarepp", channels=64, blocks=4, heads=4, latents=32),
     optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5),
-    epochs=20,
+    epochs=15,
     batch=4,
     evaluation_batch=20,
     evaluations=5,

@@ -7,6 +7,18 @@ from jaxtyping import Array, Float
 from flaxmix.layers.linear import Linear
 
 
+@jax.custom_vjp
+def gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU by its tanh approximation, which keeps only x for the backward pass."""
+    return jax.nn.gelu(x)
+
+
+gelu.defvjp(
+    lambda x: (jax.nn.gelu(x), x),
+    lambda x, g: jax.vjp(jax.nn.gelu, x)[1](g),
+)
+
+
 class ResidualMLP(nnx.Module):
     """An MLP whose hidden layers are residual, with GELU (tanh approximation).
 
@@ -46,10 +58,10 @@ class ResidualMLP(nnx.Module):
         self.output_residual = output_residual and hidden == outputs
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        h = jax.nn.gelu(self.first(x))
+        h = gelu(self.first(x))
         if self.input_residual:
             h = h + x
         for layer in self.hidden:
-            h = h + jax.nn.gelu(layer(h))
+            h = h + gelu(layer(h))
         y = self.last(h)
         return y + h if self.output_residual else y

@@ -68,43 +68,13 @@ def _standardize_backward(axis, eps, center, saved, g):
 _standardize.defvjp(_standardize_forward, _standardize_backward)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3,))
 def _affine(y, scale, bias, axis):
+    if scale is None:
+        return y
     shape = [1] * y.ndim
     shape[axis] = -1
-    out = y * scale.astype(y.dtype).reshape(shape)
-    return out if bias is None else out + bias.astype(y.dtype).reshape(shape)
-
-
-def _affine_forward(y, scale, bias, axis):
-    return _affine(y, scale, bias, axis), (y, scale, bias)
-
-
-def _affine_backward(axis, saved, g):
-    y, scale, bias = saved
-    others = [i for i in range(y.ndim) if i != axis % y.ndim]
-    wide = _wide(g)
-    dscale, dbias = pair_sum(wide * _wide(y), wide, others)
-    dscale = dscale + 0 * dbias
-    shape = [1] * y.ndim
-    shape[axis] = -1
-    dy = g * scale.astype(g.dtype).reshape(shape)
-    dbias = None if bias is None else dbias.astype(bias.dtype)
-    return dy, dscale.astype(scale.dtype), dbias
-
-
-_affine.defvjp(_affine_forward, _affine_backward)
-
-
-def _vary(parameter: Array | None, y: Array) -> Array | None:
-    """Makes a parameter vary over the mesh axes that y varies over.
-
-    Inside `jax.shard_map` a derivative has to vary as its argument does; the
-    derivative of this sum adds the devices' parts up.
-    """
-    if parameter is None:
-        return None
-    return parameter + jnp.zeros_like(y, parameter.dtype, parameter.shape)
+    y = y * scale.astype(y.dtype).reshape(shape)
+    return y if bias is None else y + bias.astype(y.dtype).reshape(shape)
 
 
 def layer_norm(
@@ -129,10 +99,7 @@ def layer_norm(
     Returns:
         The normalised array, in the dtype of `x`.
     """
-    y = _standardize(x, axis, eps, True)
-    if scale is None:
-        return y
-    return _affine(y, _vary(scale, y), _vary(bias, y), axis)
+    return _affine(_standardize(x, axis, eps, True), scale, bias, axis)
 
 
 def rms_norm(
@@ -154,4 +121,4 @@ def rms_norm(
         The normalised array, in the dtype of `x`.
     """
     y = _standardize(x, axis, eps, False)
-    return y if scale is None else _affine(y, _vary(scale, y), None, axis)
+    return _affine(y, scale, None, axis)
