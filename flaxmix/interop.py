@@ -107,17 +107,21 @@ def _build(spec: Mapping[str, Any]) -> nnx.Module:
     )
 
 
-def _entries(module: nnx.Module):
+def _entries(module: Any):
     """Yields (path, depth index or None, reference name, transposed) of each array."""
-    mixer = module.blocks.mixer if isinstance(module, Surrogate) else module
+    mixer = getattr(module, "blocks", module)
+    mixer = getattr(mixer, "mixer", mixer)
     original = isinstance(mixer, OriginalFlare)
     names = _ORIGINAL if original else _NAMES
     prefix = ["att"] if original and mixer is module else []
     for path, leaf in nnx.to_flat_state(nnx.state(module, nnx.Param)):
         at, parts = module, list(prefix)
         for key in path:
-            at = at[key] if isinstance(key, int) else getattr(at, key)
-            parts.append(names.get(key, str(key)))
+            if isinstance(key, int):
+                at = at[key]  # pyright: ignore[reportIndexIssue]
+            else:
+                at = getattr(at, str(key))
+            parts.append(names.get(str(key), str(key)))
             if isinstance(at, Linear) and at.skip:
                 parts.append("fc")
         transposed = path[-1] == "kernel"

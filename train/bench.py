@@ -60,7 +60,8 @@ def _ours(batch, points, inputs, outputs, steps, remat, blocks, channels, **mixe
     compiled = jax.jit(function).lower(params, data).compile()
     seconds = time.perf_counter() - began
     call = lambda: jax.block_until_ready(compiled(params, data))
-    return call, seconds, compiled.memory_analysis().temp_size_in_bytes
+    memory = compiled.memory_analysis()
+    return call, seconds, memory.temp_size_in_bytes if memory else float("nan")
 
 
 def main(

@@ -6,7 +6,7 @@ import os
 import runpy
 import sys
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 import pydantic
 import tyro
@@ -217,7 +217,7 @@ def _check_names(arguments: list[str], fields: list[str]) -> None:
         )
 
 
-def fail(message: str):
+def fail(message: str) -> NoReturn:
     """Says what is wrong with a command and exits with code 2."""
     print(message, file=sys.stderr)
     raise SystemExit(2)

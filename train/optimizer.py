@@ -2,6 +2,7 @@
 
 import re
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import optax
 
 from train.config import OptimizerConfig
 
-Schedule = Callable[[jax.Array], jax.Array]
+Schedule = Callable[[Any], jax.Array]
 
 DECAY: Sequence[tuple[str, bool]] = (
     (r"\.kernel$|^kernel$", True),
@@ -70,7 +71,7 @@ def _clip(limit: float) -> optax.GradientTransformation:
         factor = jnp.minimum(1, limit / (optax.tree.norm(updates) + 1e-6))
         return jax.tree.map(lambda g: g * factor, updates), state
 
-    return optax.GradientTransformation(lambda _: optax.EmptyState(), update)
+    return optax.GradientTransformation(lambda params: optax.EmptyState(), update)
 
 
 def make_optimizer(

@@ -106,12 +106,15 @@ class Predictor:
         mask = batch.get("mask")
         return prediction, losses.relative_l2(prediction, batch["y"], mask=mask)
 
-    def _run(self, model, samples, mesh):
+    def batches(self, samples, shards: int):
+        """Every sample once, as (batch, how many of its rows are samples)."""
         # Filling up is internal, so the batch may grow to suit the devices.
-        shards = mesh.shape["data"]
         size = -(-self._batch // shards) * shards
+        return pipeline.evaluation_batches(samples, batch=size)
+
+    def _run(self, model, samples, mesh):
         sharding = parallel.batch_sharding(mesh)
-        for batch, count in pipeline.evaluation_batches(samples, batch=size):
+        for batch, count in self.batches(samples, mesh.shape["data"]):
             fields, errors = self._jitted(model, jax.device_put(batch, sharding))
             yield np.asarray(fields)[:count], np.asarray(errors, np.float64)[:count]
 
@@ -189,14 +192,15 @@ def make_task(config: PDEConfig) -> PDETask:
             for name, split in splits.items()
         }
 
+    def finish(model, mesh, folder):
+        draw({config.model.mixer: (model, predictor)}, dataset, mesh, folder)
+
     return PDETask(
         init=lambda key: make_model(config.model, dataset.channels, key),
         loss=loss,
         batches=batches,
         evaluate=evaluate,
-        finish=lambda model, mesh, folder: draw(
-            {config.model.mixer: (model, predictor)}, dataset, mesh, folder
-        ),
+        finish=finish,
         steps=config.epochs * per_epoch,
         interval=max(1, config.epochs // config.evaluations) * per_epoch,
         samples=config.batch,

@@ -4,9 +4,9 @@ Written from the equations of arXiv:2608.11519, with its fused attention calls. 
 sizes, same parameters, plain eager mode.
 """
 
-import torch
-from torch import nn
-from torch.nn import functional as F
+import torch  # pyright: ignore[reportMissingImports]
+from torch import nn  # pyright: ignore[reportMissingImports]
+from torch.nn import functional as F  # pyright: ignore[reportMissingImports]
 
 
 class _MLP(nn.Module):

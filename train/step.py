@@ -2,13 +2,15 @@
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 import optax
 from jaxtyping import Array, Float, Int
 
-Params = dict[str, Array]
+Params = Any
+"""Arrays by parameter name."""
 
 
 @jax.tree_util.register_dataclass

@@ -39,7 +39,8 @@ class Normalizer:
         count = sum(len(f) for f in fields)
         if count < 2:
             raise ValueError(f"a normaliser needs at least two points, got {count}.")
-        mean = sum(f.sum(0, dtype=np.float64) for f in fields) / count
+        sums = np.stack([f.sum(0, dtype=np.float64) for f in fields])
+        mean = sums.sum(0) / count
         if not np.isfinite(mean).all():
             raise ValueError(f"cannot normalise fields with mean {mean.tolist()}.")
         square = sum(np.square(f.astype(np.float64) - mean).sum(0) for f in fields)

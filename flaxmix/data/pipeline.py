@@ -41,12 +41,12 @@ def collate(samples: Sequence[Sample], *, points: int | None = None) -> Batch:
         k: np.zeros((len(samples), points, a.shape[-1]), a.dtype)
         for k, a in samples[0].items()
     }
-    batch["mask"] = np.zeros((len(samples), points), bool)
+    mask = np.zeros((len(samples), points), bool)
     for i, sample in enumerate(samples):
         for k, a in sample.items():
             batch[k][i, : len(a)] = a
-        batch["mask"][i, : len(sample["x"])] = True
-    return batch
+        mask[i, : len(sample["x"])] = True
+    return {**batch, "mask": mask}
 
 
 class _Calls(grain.transforms.Map):

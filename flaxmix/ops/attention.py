@@ -9,6 +9,7 @@ float64 inputs); products take operands in the input's dtype and add up in float
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -174,13 +175,13 @@ def attention(
         wider. A query that sees no key gets y = 0 and L = -inf.
     """
     batch = k.shape[:-3]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
         v = jnp.where(mask[..., None, None], v, 0)
         mask = flat(mask, batch, 1)
-    y, log_mass = attend(
-        flat(jnp.swapaxes(q * scale, -3, -2), batch, 3).astype(k.dtype),
+    result: Any = attend(
+        flat(jnp.swapaxes(q * factor, -3, -2), batch, 3).astype(k.dtype),
         flat(points_last(k), batch, 3),
         flat(points_last(v), batch, 3),
         mask,
@@ -188,5 +189,5 @@ def attention(
         block,
         None,
     )
-    y, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in (y, log_mass))
+    y, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in result)
     return jnp.swapaxes(y, -3, -2), log_mass

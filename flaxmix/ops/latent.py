@@ -9,6 +9,7 @@ saved result and log-normaliser. Precision is that of `flaxmix.ops.attention`.
 """
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -104,13 +105,13 @@ def gather(
         wider. A batch item without real points gets z = 0 and L = -inf.
     """
     batch = k.shape[:-3]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
         v = None if v is None else jnp.where(mask[..., None, None], v, 0)
         mask = flat(mask, batch, 1)
-    z, log_mass = attend(
-        flat(q * scale, batch, 3).astype(k.dtype),
+    result: Any = attend(
+        flat(q * factor, batch, 3).astype(k.dtype),
         flat(points_last(k), batch, 3),
         None if v is None else flat(points_last(v), batch, 3),
         mask,
@@ -118,7 +119,8 @@ def gather(
         block,
         axis_name,
     )
-    return z.reshape(*batch, *z.shape[1:]), log_mass.reshape(*batch, *z.shape[1:3])
+    z, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in result)
+    return z, log_mass
 
 
 def scatter(
@@ -149,12 +151,12 @@ def scatter(
         What each point read, in the dtype of `k`.
     """
     batch = k.shape[:-3]
-    scale = q.shape[-1] ** -0.5 if scale is None else scale
+    factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
-    y = _scatter(
+    y: Any = _scatter(
         flat(points_last(k), batch, 3),
-        flat(q * scale, batch, 3).astype(k.dtype),
+        flat(q * factor, batch, 3).astype(k.dtype),
         flat(z, batch, 3),
         block,
         axis_name,

@@ -11,6 +11,7 @@ one reciprocal deviation per row, instead of the input.
 
 import functools
 from collections.abc import Sequence
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -68,7 +69,7 @@ def _standardize_backward(axis, eps, center, saved, g):
 _standardize.defvjp(_standardize_forward, _standardize_backward)
 
 
-def _affine(y, scale, bias, axis):
+def _affine(y: Any, scale, bias, axis) -> Array:
     if scale is None:
         return y
     shape = [1] * y.ndim
