@@ -13,8 +13,10 @@ quickstart: $(VENV)/.base
 test: $(VENV)/.dev
 	$(PY) -m pytest
 
+# Tests that take minutes, and those of numbers with fully optimised code.
 slow: $(VENV)/.dev
 	$(PY) -m pytest -m slow
+	FLAXMIX_TEST_OPTIMIZED=1 $(PY) -m pytest tests/test_reference.py tests/test_latent.py tests/test_surrogate.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -11,6 +11,10 @@ _CACHE = tempfile.mkdtemp(prefix="flaxmix-test-")
 os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
 os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+# Nearly all the time of the suite is compilation. `make slow` repeats the tests of
+# numbers with the optimised code that users run.
+if "FLAXMIX_TEST_OPTIMIZED" not in os.environ:
+    os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] = "1"
 
 import jax  # noqa: E402
 
