@@ -5,6 +5,8 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
+from flaxmix.ops.affine import scale_and_shift
+
 
 def near_identity(std: float = 0.02) -> nnx.Initializer:
     """Initialises a square kernel to I + e, with e ~ N(0, std^2)."""
@@ -64,5 +66,5 @@ class Linear(nnx.Module):
             kernel = kernel + jnp.eye(len(kernel), dtype=kernel.dtype)
         y = x @ kernel.astype(x.dtype)
         if self.bias is not None:
-            y = y + self.bias[...].astype(x.dtype)
+            y = scale_and_shift(y, bias=self.bias[...])
         return x + y if self.skip and not folded else y

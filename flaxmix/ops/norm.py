@@ -19,6 +19,8 @@ import numpy as np
 from jax import lax
 from jaxtyping import Array, Float
 
+from flaxmix.ops.affine import scale_and_shift, wide
+
 
 def pair_sum(a: Array, b: Array, axes: Sequence[int]) -> tuple[Array, Array]:
     """Sums two arrays over the same axes in one reduction.
@@ -38,17 +40,13 @@ def product_sum(a: Array, b: Array, axes: Sequence[int]) -> Array:
     return total + 0 * other
 
 
-def _wide(x: Array) -> Array:
-    return x.astype(jnp.promote_types(x.dtype, jnp.float32))
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _standardize(x, axis, eps, center):
     return _standardize_forward(x, axis, eps, center)[0]
 
 
 def _standardize_forward(x, axis, eps, center):
-    d = _wide(x)
+    d = wide(x)
     if center:
         d = d - jnp.mean(d, axis, keepdims=True)
     r = lax.rsqrt(jnp.mean(jnp.square(d), axis, keepdims=True) + eps)
@@ -58,24 +56,15 @@ def _standardize_forward(x, axis, eps, center):
 
 def _standardize_backward(axis, eps, center, saved, g):
     y, r = saved
-    y, wide = _wide(y), _wide(g)
-    projection, mean = pair_sum(wide * y, wide, [axis])
+    y, full = wide(y), wide(g)
+    projection, mean = pair_sum(full * y, full, [axis])
     keep = lambda t: jnp.expand_dims(t, axis) / y.shape[axis]
     # RMSNorm has no use for the mean, but the pair must stay a pair.
     mean = keep(mean if center else 0 * mean)
-    return ((r * (wide - mean - y * keep(projection))).astype(g.dtype),)
+    return ((r * (full - mean - y * keep(projection))).astype(g.dtype),)
 
 
 _standardize.defvjp(_standardize_forward, _standardize_backward)
-
-
-def _affine(y: Any, scale, bias, axis) -> Array:
-    if scale is None:
-        return y
-    shape = [1] * y.ndim
-    shape[axis] = -1
-    y = y * scale.astype(y.dtype).reshape(shape)
-    return y if bias is None else y + bias.astype(y.dtype).reshape(shape)
 
 
 def layer_norm(
@@ -100,7 +89,8 @@ def layer_norm(
     Returns:
         The normalised array, in the dtype of `x`.
     """
-    return _affine(_standardize(x, axis, eps, True), scale, bias, axis)
+    y: Any = _standardize(x, axis, eps, True)
+    return scale_and_shift(y, scale, bias, axis=axis)
 
 
 def rms_norm(
@@ -121,5 +111,5 @@ def rms_norm(
     Returns:
         The normalised array, in the dtype of `x`.
     """
-    y = _standardize(x, axis, eps, False)
-    return _affine(y, scale, None, axis)
+    y: Any = _standardize(x, axis, eps, False)
+    return scale_and_shift(y, scale, axis=axis)
