@@ -11,12 +11,12 @@ quickstart: $(VENV)/.base
 	$(PY) -m train.evaluate runs/quickstart/flare runs/quickstart/flarepp --out runs/quickstart
 
 test: $(VENV)/.dev
-	$(PY) -m pytest
+	$(PY) -m pytest -n 2
 
 # Tests that take minutes, and those of numbers with fully optimised code.
 slow: $(VENV)/.dev
 	$(PY) -m pytest -m slow
-	FLAXMIX_TEST_OPTIMIZED=1 $(PY) -m pytest tests/test_reference.py tests/test_latent.py tests/test_surrogate.py
+	FLAXMIX_TEST_OPTIMIZED=1 $(PY) -m pytest -n 2 tests/test_attention.py tests/test_latent.py tests/test_surrogate.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

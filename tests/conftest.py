@@ -7,10 +7,11 @@ import tempfile
 
 # Runs that differ in what they do, not in what they compile, compile once. An
 # environment variable, so that the processes that tests start share it.
-_CACHE = tempfile.mkdtemp(prefix="flaxmix-test-")
-os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
-os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
-atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
+    _CACHE = tempfile.mkdtemp(prefix="flaxmix-test-")
+    atexit.register(shutil.rmtree, _CACHE, ignore_errors=True)
+    os.environ["JAX_COMPILATION_CACHE_DIR"] = _CACHE
+    os.environ["JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS"] = "0.2"
 # Nearly all the time of the suite is compilation. `make slow` repeats the tests of
 # numbers with the optimised code that users run.
 if "FLAXMIX_TEST_OPTIMIZED" not in os.environ:

@@ -9,11 +9,11 @@ import pytest
 
 from flaxmix import parallel
 from flaxmix.data import darcy
-from flaxmix.parameters import named_parameters, with_parameters
+from flaxmix.parameters import with_parameters
 from train import config as configs, loop, pde
 from train.config import DarcyConfig, ModelConfig, OptimizerConfig, PDEConfig
-from train.optimizer import make_optimizer
-from train.step import init_state, train_step
+from train.step import train_step
+from train.task import plan
 
 CHANGES = {
     "data.folder": "other",
@@ -93,29 +93,25 @@ def signature(config):
         {k: a.tobytes() for k, a in batch.items()}
         for batch in itertools.islice(task.batches(0, 1), 3)
     ]
-    model = task.abstract_model()
-    optimizer = make_optimizer(
-        config.optimizer, task.steps, list(named_parameters(model))
-    )
-    init = lambda key: init_state(named_parameters(task.init(key)), optimizer)
+    mesh = parallel.make_mesh(data=config.devices)
+    layout = plan(config, task, mesh)
     key = jax.random.key(config.seed)
-    state = jax.eval_shape(init, key)
     batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1)))
     step = lambda state, batch: train_step(
         state,
         batch,
-        loss_fn=lambda p, b: task.loss(with_parameters(model, p), b),
-        optimizer=optimizer,
+        loss_fn=lambda p, b: task.loss(with_parameters(layout.model, p), b),
+        optimizer=layout.optimizer,
         ema=config.optimizer.ema,
     )
     sizes = [b["x"].shape for b, _ in task.predictor.batches(task.dataset.test, 1)]
     return (
         (task.steps, task.interval, size, task.fingerprint, sorted(task.selections)),
-        parallel.make_mesh(data=config.devices).shape,
+        mesh.shape,
         batches,
         jax.random.key_data(key).tolist(),
-        str(jax.make_jaxpr(init)(key)),
-        str(jax.make_jaxpr(step)(state, batch)),
+        str(jax.make_jaxpr(layout.init)(key)),
+        str(jax.make_jaxpr(step)(layout.abstract, batch)),
         sizes,
     )
 

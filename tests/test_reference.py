@@ -20,6 +20,17 @@ DATA = pathlib.Path(__file__).parent / "data"
 NAMES = sorted(p.stem for p in DATA.glob("m*.npz"))
 
 
+@pytest.fixture(autouse=True)
+def optimized():
+    """The code that users run: some gradients nearly cancel, and their last digits
+    depend on the order of sums."""
+    name = "jax_disable_most_optimizations"
+    before = jax.config.values[name]
+    jax.config.update(name, False)
+    yield
+    jax.config.update(name, before)
+
+
 def load(name):
     with np.load(DATA / f"{name}.npz") as file:
         arrays = dict(file)

@@ -8,20 +8,19 @@ import json
 from pathlib import Path
 from typing import Annotated, Literal
 
-import jax
 import numpy as np
 import tyro
 from rich.console import Console
 from rich.table import Table
 
 from flaxmix import models, parallel
-from flaxmix.parameters import named_parameters, with_parameters
+from flaxmix.parameters import with_parameters
 from train import config as configs, pde
 from train.checkpoint import Checkpoints
 from train.config import PDEConfig
 from train.folder import write_json
-from train.optimizer import make_optimizer
-from train.step import TrainState, init_state
+from train.step import TrainState
+from train.task import plan
 
 Weights = Literal["final", "average", "best_test", "best_validation"]
 
@@ -67,19 +66,11 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
     if step is None:
         raise ValueError(f"{folder} holds no checkpoint for {weights!r}.")
     mesh = parallel.make_mesh(data=1)
-    model = task.abstract_model()
-    names = list(named_parameters(model))
-    optimizer = make_optimizer(config.optimizer, task.steps, names)
-    abstract = jax.eval_shape(
-        lambda key: init_state(named_parameters(task.init(key)), optimizer),
-        jax.random.key(0),
-    )
-    specs = parallel.match_specs(parallel.REPLICATED, names)
-    shardings = parallel.state_shardings(abstract, specs, mesh)
-    state = checkpoints.restore(step, abstract, shardings)
+    layout = plan(config, task, mesh)
+    state = checkpoints.restore(step, layout.abstract, layout.shardings)
     checkpoints.close()
     params = state.average if weights == "average" else state.params
-    return Loaded(config, task, with_parameters(model, params), state, step)
+    return Loaded(config, task, with_parameters(layout.model, params), state, step)
 
 
 def label(config: PDEConfig, folder: Path, taken: dict) -> str:

@@ -14,14 +14,14 @@ import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec as P
 
 from flaxmix import parallel
-from flaxmix.parameters import named_parameters, with_parameters
+from flaxmix.parameters import with_parameters
 from train import log, plots
 from train.checkpoint import Checkpoints
 from train.flops import count_flops
 from train.folder import open_folder, summarize, write_json
-from train.optimizer import decayed, make_optimizer, one_cycle
-from train.step import init_state, train_step, train_steps
-from train.task import Task
+from train.optimizer import decayed, one_cycle
+from train.step import train_step, train_steps
+from train.task import Task, plan
 
 
 def run(config: Any, task: Task) -> dict[str, Any]:
@@ -45,14 +45,8 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             f"batch={task.samples} must be a multiple of devices={config.devices}."
         )
     mesh = parallel.make_mesh(data=config.devices)
-    model = task.abstract_model()
-    names = list(named_parameters(model))
-    optimizer = make_optimizer(config.optimizer, task.steps, names)
-    init = lambda key: init_state(named_parameters(task.init(key)), optimizer)
-    key = jax.random.key(config.seed)
-    abstract = jax.eval_shape(init, key)
-    specs = parallel.match_specs(parallel.REPLICATED, names)
-    shardings = parallel.state_shardings(abstract, specs, mesh)
+    layout = plan(config, task, mesh)
+    model, shardings = layout.model, layout.shardings
 
     folder = open_folder(config, task.fingerprint)
     checkpoints = Checkpoints(folder / "checkpoints", best=tuple(task.selections))
@@ -62,13 +56,14 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             print(f"{folder} is finished: all {task.steps} steps are done.")
         return json.loads((folder / "results.json").read_text())
     if start is None:
-        state = jax.jit(init, out_shardings=shardings)(key)
+        init = jax.jit(layout.init, out_shardings=shardings)
+        state = init(jax.random.key(config.seed))
     else:
-        state = checkpoints.restore(start, abstract, shardings)
+        state = checkpoints.restore(start, layout.abstract, shardings)
 
     options = {
         "loss_fn": lambda p, batch: task.loss(with_parameters(model, p), batch),
-        "optimizer": optimizer,
+        "optimizer": layout.optimizer,
         "ema": config.optimizer.ema,
     }
     step = _PerShape(
@@ -129,8 +124,10 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             one = jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first
             )
-            flops = count_flops(functools.partial(train_step, **options), abstract, one)
-            rows = _rows(task, abstract.params, mesh, size, flops)
+            flops = count_flops(
+                functools.partial(train_step, **options), layout.abstract, one
+            )
+            rows = _rows(task, layout.abstract.params, mesh, size, flops)
             log.table(str(folder), [*task.rows, *rows])
         if start is None:
             evaluate()

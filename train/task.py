@@ -6,8 +6,14 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import optax
 from flax import nnx
 from jax.sharding import Mesh
+
+from flaxmix import parallel
+from flaxmix.parameters import named_parameters
+from train.optimizer import make_optimizer
+from train.step import TrainState, init_state
 
 Batch = dict[str, Any]
 
@@ -47,3 +53,38 @@ class Task:
     def abstract_model(self) -> nnx.Module:
         """The model with shapes in place of arrays."""
         return nnx.eval_shape(lambda: self.init(jax.random.key(0)))
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """Shapes and shardings of a run, before anything is computed.
+
+    Attributes:
+        model: the model with shapes in place of arrays.
+        optimizer: its optimiser.
+        init: makes the training state from a key.
+        abstract: shapes and dtypes of the training state.
+        shardings: of the training state.
+    """
+
+    model: nnx.Module
+    optimizer: optax.GradientTransformation
+    init: Callable[[jax.Array], TrainState]
+    abstract: TrainState
+    shardings: TrainState
+
+
+def plan(config: Any, task: Task, mesh: Mesh) -> Plan:
+    """Lays a run out on a mesh.
+
+    Raises:
+        ValueError: if no decay or sharding rule matches a parameter.
+    """
+    model = task.abstract_model()
+    names = list(named_parameters(model))
+    optimizer = make_optimizer(config.optimizer, task.steps, names)
+    init = lambda key: init_state(named_parameters(task.init(key)), optimizer)
+    abstract = jax.eval_shape(init, jax.random.key(config.seed))
+    specs = parallel.match_specs(parallel.REPLICATED, names)
+    shardings = parallel.state_shardings(abstract, specs, mesh)
+    return Plan(model, optimizer, init, abstract, shardings)
