@@ -3,14 +3,15 @@
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float
 
+from flaxmix.ops.affine import wide
+
 
 def _norm(x: Float[Array, "*B N C"], mask) -> Float[Array, "*B"]:
     """Euclidean norm over points and channels, with derivative 0 at x = 0."""
-    x = x.astype(jnp.promote_types(x.dtype, jnp.float32))
     if mask is not None:
         x = jnp.where(mask[..., None], x, 0)
     square = jnp.sum(jnp.square(x), (-2, -1))
-    some = square > 0
+    some = square != 0  # True for NaN, which must not pass for 0.
     return jnp.where(some, jnp.sqrt(jnp.where(some, square, 1)), 0)
 
 
@@ -30,9 +31,18 @@ def relative_l2(
         prediction: predicted fields, in the units of the target.
         target: true fields.
         mask: True for real points; what the others hold never matters.
+
+    Raises:
+        ValueError: if the shapes differ.
     """
+    if prediction.shape != target.shape:
+        raise ValueError(
+            f"prediction has shape {prediction.shape}, target {target.shape}."
+        )
+    # Differences, too: those of float16 overflow.
+    prediction, target = wide(prediction), wide(target)
     error, size = _norm(prediction - target, mask), _norm(target, mask)
-    return error / jnp.where(size > 0, size, 1)
+    return error / jnp.where(size != 0, size, 1)
 
 
 def _differences(u: Float[Array, "*B R K C"], axis: int) -> Float[Array, "*B R K C"]:
@@ -61,11 +71,13 @@ def relative_gradient_l2(
         grid: (rows, columns), with N = rows columns.
 
     Raises:
-        ValueError: if `grid` does not hold N points.
+        ValueError: if `grid` does not hold N points, or has none inside its border.
     """
     rows, columns = grid
     if rows * columns != prediction.shape[-2]:
         raise ValueError(f"{grid=} does not hold {prediction.shape[-2]} points.")
+    if min(grid) < 3:
+        raise ValueError(f"{grid=} has no points inside its border.")
     on_grid = lambda a: a.reshape(*a.shape[:-2], rows, columns, a.shape[-1])
     inner = jnp.pad(jnp.ones((rows - 2, columns - 2), bool), 1)[..., None]
     u, truth = jnp.where(inner, on_grid(prediction), 0), on_grid(target)

@@ -109,6 +109,21 @@ def test_config_file_errors(capsys, tmp_path):
     assert "chanels" in rejected(capsys, str(file))
 
 
+@pytest.mark.parametrize(
+    "text,message",
+    [
+        ("config = (", "SyntaxError"),
+        ("import nowhere", "No module named 'nowhere'"),
+        ("{}['key']", "KeyError: 'key'"),
+        ("open('nowhere.txt')", "nowhere.txt"),
+    ],
+)
+def test_a_config_file_with_a_mistake(capsys, tmp_path, text, message):
+    file = tmp_path / "c.py"
+    file.write_text(text)
+    assert message in rejected(capsys, str(file))
+
+
 def some_config(**kwargs):
     return PDEConfig(data=DarcyConfig(train=3), run=Path("r"), **kwargs)
 

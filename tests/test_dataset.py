@@ -71,6 +71,13 @@ def test_fingerprint_tells_data_apart():
     assert dataset().test_fingerprint() == dataset(seed=1).test_fingerprint()
 
 
+def test_fingerprint_sees_every_sample():
+    data = dataset()
+    before = data.fingerprint()
+    data.train.y[2, 3, 1] += 1
+    assert data.fingerprint() != before
+
+
 def test_sizes_and_channels():
     assert dataset().channels == (2, 3)
     assert fields().sizes == [5] * 7

@@ -1,11 +1,14 @@
 import jax
 import jax.numpy as jnp
+import jaxtyping
 import pytest
 from flax import nnx
 from jax.test_util import check_grads
 
+from flaxmix import mixers
 from flaxmix.layers import Linear, ResidualMLP, near_identity
 from flaxmix.layers.mlp import gelu
+from flaxmix.mixers.heads import real
 from flaxmix.ops.affine import scale_and_shift
 from flaxmix.parameters import named_parameters, with_parameters
 
@@ -67,6 +70,39 @@ def test_skip_adds_the_input(dtype):
 def test_skip_needs_equal_widths():
     with pytest.raises(ValueError, match="equal widths, got 3 and 4"):
         Linear(3, 4, skip=True, rngs=nnx.Rngs(0))
+
+
+def test_integers_are_refused():
+    layer = Linear(3, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match="floating-point inputs, got int32"):
+        layer(jnp.ones((2, 3), jnp.int32))
+
+
+def test_sizes_of_an_mlp():
+    with pytest.raises(ValueError, match="layers=-1"):
+        ResidualMLP(3, 4, 2, layers=-1, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="hidden=0"):
+        ResidualMLP(3, 0, 2, rngs=nnx.Rngs(0))
+
+
+@pytest.mark.parametrize("mask", [jnp.ones((2, 5)), jnp.ones((5,), bool)])
+def test_masks_are_boolean_and_fit(mask):
+    with pytest.raises(
+        (ValueError, jaxtyping.TypeCheckError),
+        match=r"boolean|mask array of shape \(2, 5\)",
+    ):
+        real(jnp.ones((2, 5, 4)), mask)
+
+
+def test_sizes_of_mixers():
+    for make in (mixers.Flare, mixers.FlarePP, mixers.SimplifiedFlarePP):
+        with pytest.raises(ValueError, match="latents must be at least 1, got 0"):
+            make(4, heads=2, latents=0, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="heads=2 must divide channels=0"):
+        mixers.SelfAttention(0, heads=2, rngs=nnx.Rngs(0))
+    mixer = mixers.Flare(4, heads=2, latents=3, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="no points"):
+        mixer(jnp.ones((2, 0, 4)))
 
 
 def test_near_identity_needs_a_square():

@@ -115,6 +115,24 @@ def test_masked_points_never_matter(content):
         assert not grad[0, 4:].any()
 
 
+def test_nan_does_not_pass_for_0():
+    y = jnp.ones((1, 4, 1))
+    for bad in (jnp.nan * y, y.at[0, 0].set(jnp.nan)):
+        assert jnp.isnan(losses.relative_l2(bad, y))
+        assert jnp.isnan(losses.relative_l2(y, bad))
+    grid = jnp.ones((1, 9, 1))
+    bad = grid.at[0, 4].set(jnp.nan)
+    assert jnp.isnan(losses.relative_gradient_l2(bad, grid, (3, 3)))
+
+
+def test_shapes_must_agree():
+    with pytest.raises(ValueError, match=r"\(1, 4, 1\), target \(1, 4, 3\)"):
+        losses.relative_l2(jnp.ones((1, 4, 1)), jnp.ones((1, 4, 3)))
+    y = jnp.ones((1, 4, 1))
+    with pytest.raises(ValueError, match="no points inside its border"):
+        losses.relative_gradient_l2(y, y, (2, 2))
+
+
 def test_a_sample_without_real_points_has_loss_zero():
     p, y = jax.random.normal(jax.random.key(0), (2, 2, 7, 3))
     mask = jnp.zeros((2, 7), bool).at[1].set(True)

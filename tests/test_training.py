@@ -1,13 +1,14 @@
 """Whole runs, on a Darcy set of 11 x 11 points."""
 
 import dataclasses
+import itertools
 import json
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -292,11 +293,95 @@ def test_a_checkpoint_of_another_width_names_the_first_mismatch(trained):
 
 
 def test_a_loss_that_is_not_finite_stops_the_run(config):
+    optimizer = OptimizerConfig(learning_rate=1e30, initial_division=1.0)
+    ruined = dataclasses.replace(config, optimizer=optimizer, evaluations=5)
+    with pytest.raises(FloatingPointError, match="is nan .* checkpoint is .* step 0"):
+        train(ruined)
+    # Nothing but the good checkpoint is left, and no result.
+    assert evaluate.load(config.run).step == 0
+    assert not (config.run / "results.json").exists()
+
+
+def test_a_run_killed_after_its_first_evaluation_keeps_it(config, tmp_path):
+    whole = dataclasses.replace(config, run=tmp_path / "whole")
+    train(whole)
     task = pde.make_task(config)
-    bad = dataclasses.replace(task, loss=lambda m, b: task.loss(m, b) + jnp.nan)
-    with pytest.raises(FloatingPointError, match="loss is nan in steps 1 to 5"):
-        loop.run(config, bad)
-    assert np.isnan(rows(config)[-1]["loss"])
+
+    def none(start, size):
+        raise KeyboardInterrupt
+        yield
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(config, dataclasses.replace(task, batches=none))
+    assert [row["step"] for row in rows(config)] == [0]
+    train(config)
+    assert rows(config) == rows(whole)
+
+
+def test_metrics_without_checkpoints_are_not_trained_over(trained):
+    shutil.rmtree(trained.run / "checkpoints")
+    before = rows(trained)
+    with pytest.raises(ValueError, match="metrics up to step 10 but no checkpoint"):
+        train(trained)
+    assert rows(trained) == before
+
+
+def test_a_lost_last_evaluation_is_made_again(trained):
+    expected = (trained.run / "results.json").read_text()
+    (trained.run / "results.json").write_text("{")
+    file = trained.run / "metrics.jsonl"
+    file.write_text(file.read_text()[:-20])
+    train(trained)
+    assert (trained.run / "results.json").read_text() == expected
+
+
+def test_other_checkpoints_between_do_not_hinder_resumption(config, tmp_path):
+    config = dataclasses.replace(config, checkpoint_every=3)
+    whole = dataclasses.replace(config, run=tmp_path / "whole")
+    train(whole)
+    task = pde.make_task(config)
+
+    def four(start, size):
+        yield from itertools.islice(task.batches(start, size), 4)
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        loop.run(config, dataclasses.replace(task, batches=four))
+    train(config, checkpoint_every=None)
+    assert rows(config)[-1]["step"] == 10
+
+
+def test_damaged_checkpoints(trained):
+    folder = trained.run / "checkpoints"
+    (folder / "7").mkdir()
+    assert evaluate.load(trained.run).step == 10
+    for file in (folder / "10/state").rglob("*"):
+        if file.is_file() and file.name != "_METADATA":
+            file.write_bytes(file.read_bytes()[:10])
+    with pytest.raises(ValueError, match="checkpoints/10 is damaged .*delete"):
+        evaluate.load(trained.run)
+
+
+@pytest.mark.parametrize("file", ["config.json", "data.json"])
+def test_damaged_files_are_named(trained, file):
+    (trained.run / file).write_text('{"')
+    with pytest.raises(ValueError, match=f"{file} is"):
+        train(trained)
+
+
+def test_a_folder_from_a_killed_start_is_used(config):
+    config.run.mkdir()
+    (config.run / "config.tmp").write_text("{")
+    train(config)
+    assert (config.run / "results.json").exists()
+
+
+def test_data_may_move(trained, files, tmp_path):
+    other = tmp_path / "moved"
+    shutil.copytree(files, other)
+    data = dataclasses.replace(trained.data, folder=other)
+    assert train(trained, data=data)["final"]["step"] == 10
+    assert evaluate.load(trained.run, data=other).step == 10
 
 
 @pytest.mark.parametrize(
@@ -309,6 +394,9 @@ def test_a_loss_that_is_not_finite_stops_the_run(config):
         ("data.train", 9, "9"),
         ("data.stride", 3, "3"),
         ("model.options", {"gate_logits": 1.0}, "'gate_logits'.*'gate_logit'"),
+        ("model.options", {"gate_logit": True}, "gate_logit=True is no"),
+        ("model.options", {"share": 3}, "share=3 is no"),
+        ("model.options", {"gate_logit": np.nan}, "gate_logit=nan is not finite"),
         ("data.folder", Path("nowhere"), "nowhere"),
     ],
 )
@@ -372,3 +460,6 @@ def test_evaluate_says_what_is_missing(trained, tmp_path, capsys):
         evaluate.main([tmp_path / "nowhere"])
     assert exit_.value.code == 2
     assert "holds no run" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        evaluate.main([])
+    assert "name one run folder" in capsys.readouterr().err

@@ -1,5 +1,6 @@
 """Checkpoints of a run, by Orbax."""
 
+import math
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +34,9 @@ class Checkpoints:
         for name in best:
             smallest = lambda metrics, name=name: metrics.get(name, float("inf"))
             policies.append(managers.BestN(get_metric_fn=smallest, reverse=True, n=1))
+        self._folder = Path(folder).absolute()
         self._manager = ocp.CheckpointManager(
-            Path(folder).absolute(),
+            self._folder,
             item_handlers={"state": ocp.StandardCheckpointHandler()},
             options=ocp.CheckpointManagerOptions(
                 # Orbax writes metrics only if it is given a way to rank them.
@@ -47,11 +49,13 @@ class Checkpoints:
         )
 
     def steps(self) -> list[int]:
-        """Steps of all checkpoints, in order."""
-        return sorted(self._manager.all_steps())
+        """Steps of all checkpoints, in order; a folder without a state is none."""
+        has_state = lambda step: (self._folder / str(step) / "state/_METADATA").exists()
+        return sorted(filter(has_state, self._manager.all_steps()))
 
     def latest(self) -> int | None:
-        return self._manager.latest_step()
+        """The last step, or None."""
+        return max(self.steps(), default=None)
 
     def save(self, step: int, state: Any, metrics: dict[str, float]) -> None:
         """Saves in the background; metrics are kept beside the state."""
@@ -63,9 +67,12 @@ class Checkpoints:
 
     def best(self, metric: str) -> int | None:
         """The step whose checkpoint has the smallest value of a metric."""
-        values = {s: (self._manager.metrics(s) or {}).get(metric) for s in self.steps()}
-        known = {step: value for step, value in values.items() if value is not None}
-        return min(known, key=known.__getitem__) if known else None
+        values = [
+            ((self._manager.metrics(step) or {}).get(metric, math.nan), step)
+            for step in self.steps()
+        ]
+        known = [pair for pair in values if math.isfinite(pair[0])]
+        return min(known)[1] if known else None
 
     def restore(self, step: int, abstract: Any, shardings: Any) -> Any:
         """Reads a state of the given shapes and dtypes into the given shardings.
@@ -81,9 +88,11 @@ class Checkpoints:
             abstract,
             shardings,
         )
-        found = self._manager.item_metadata(step)["state"]
-        if found is None:
-            raise ValueError(f"the checkpoint of step {step} holds no state.")
+        damaged = f"the checkpoint {self._folder / str(step)} is damaged"
+        try:
+            found = self._manager.item_metadata(step)["state"]
+        except Exception as error:  # Orbax and TensorStore raise many kinds
+            raise ValueError(f"{damaged} ({type(error).__name__}).") from error
         by_name = lambda tree: {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -99,9 +108,15 @@ class Checkpoints:
                     f"the checkpoint of step {step} does not fit: {name} is {old} "
                     f"there and {new} here."
                 )
-        return self._manager.restore(
-            step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
-        )["state"]
+        try:
+            return self._manager.restore(
+                step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
+            )["state"]
+        except Exception as error:
+            raise ValueError(
+                f"{damaged} ({type(error).__name__}); delete that folder to go on "
+                f"from another of the steps {self.steps()}."
+            ) from error
 
     def close(self) -> None:
         """Waits until everything is saved."""

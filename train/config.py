@@ -94,6 +94,11 @@ class ModelConfig:
             raise ValueError(
                 f"heads={self.heads} must divide channels={self.channels}."
             )
+        if int(self.mlp_ratio * self.channels) < 1:
+            raise ValueError(
+                f"mlp_ratio={self.mlp_ratio} of channels={self.channels} leaves no "
+                "hidden channel."
+            )
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -155,8 +160,13 @@ class PDEConfig:
     """Whether anything is printed."""
 
 
-FREE = frozenset({"workers", "devices", "progress", "run", "checkpoint_every"})
-"""Fields that a resumed run may change: they do not change what it computes."""
+FREE = frozenset(
+    {"workers", "devices", "progress", "run", "checkpoint_every", "folder"}
+)
+"""Fields that a resumed run may change: they do not change what it computes.
+
+The data may have moved to another folder: their fingerprint is compared.
+"""
 
 
 def load(cls: type[T], argv: list[str] | None = None) -> T:
@@ -169,14 +179,15 @@ def load(cls: type[T], argv: list[str] | None = None) -> T:
     program = f"{Path(sys.argv[0]).stem} CONFIG"
     if not argv or argv[0].startswith("-"):
         fail(f"usage: {program} [--field value ...]; give a config file first.")
-    try:
-        config = runpy.run_path(argv[0])["config"]
-    except FileNotFoundError:
+    if not Path(argv[0]).is_file():
         fail(f"no config file {argv[0]!r}.")
-    except KeyError:
+    try:
+        names = runpy.run_path(argv[0])
+    except Exception as error:  # whatever the file does wrong
+        fail(f"{argv[0]}: {type(error).__name__}: {error}")
+    if "config" not in names:
         fail(f"{argv[0]} defines no `config`.")
-    except (pydantic.ValidationError, ValueError) as error:
-        fail(f"{argv[0]}: {error}")
+    config = names["config"]
     if not isinstance(config, cls):
         fail(f"{argv[0]}: config is a {type(config).__name__}, not a {cls.__name__}.")
     _check_names(argv[1:], list(_fields(config)))
@@ -195,7 +206,7 @@ def _fields(config: Any, prefix: str = ""):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
-        else:
+        elif field.name != "name":  # the data set's, which its class fixes
             yield prefix + field.name
 
 
@@ -237,7 +248,10 @@ def read(cls: type[T], path: Path) -> T:
     Raises:
         ValueError: if the file is not such a config.
     """
-    return pydantic.TypeAdapter(cls).validate_json(path.read_text())
+    try:
+        return pydantic.TypeAdapter(cls).validate_json(path.read_text())
+    except ValueError as error:
+        raise ValueError(f"{path} is no config: {error}") from error
 
 
 def first_difference(old: Any, new: Any, prefix: str = "") -> str | None:

@@ -4,7 +4,6 @@ python -m train.evaluate RUN [RUN ...] [--weights final] [--out FOLDER]
 """
 
 import dataclasses
-import json
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -18,7 +17,7 @@ from flaxmix.parameters import with_parameters
 from train import config as configs, pde
 from train.checkpoint import Checkpoints
 from train.config import PDEConfig
-from train.folder import write_json
+from train.folder import read_fingerprint, write_json
 from train.step import TrainState
 from train.task import plan
 
@@ -36,13 +35,14 @@ class Loaded:
     step: int
 
 
-def load(folder: Path, weights: Weights = "final") -> Loaded:
+def load(folder: Path, weights: Weights = "final", data: Path | None = None) -> Loaded:
     """Rebuilds the model of a run, its data and its task.
 
     Args:
         folder: of the run.
         weights: "final" of the last checkpoint, their "average", or those of the
             checkpoint with the smallest test or validation error.
+        data: folder of the data, if it is no longer where the run found it.
 
     Raises:
         FileNotFoundError: if the folder holds no run.
@@ -51,8 +51,11 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no run (no config.json).")
     config = configs.read(PDEConfig, folder / "config.json")
+    if data is not None:
+        moved = dataclasses.replace(config.data, folder=data)
+        config = dataclasses.replace(config, data=moved)
     task = pde.make_task(config)
-    found = json.loads((folder / "data.json").read_text())["fingerprint"]
+    found = read_fingerprint(folder)
     if found != task.fingerprint:
         raise ValueError(
             f"{folder} was trained on other data: fingerprint {found} became "
@@ -73,15 +76,17 @@ def load(folder: Path, weights: Weights = "final") -> Loaded:
     return Loaded(config, task, with_parameters(layout.model, params), state, step)
 
 
-def label(config: PDEConfig, folder: Path, taken: dict) -> str:
-    """The mixer's name, or the folder's where two runs share a mixer."""
-    return config.model.mixer if config.model.mixer not in taken else str(folder)
+def labels(folders: list[Path], loaded: list[Loaded]) -> list[str]:
+    """The mixers' names, or the folders where two runs share a mixer."""
+    names = [one.config.model.mixer for one in loaded]
+    return names if len(set(names)) == len(names) else [str(f) for f in folders]
 
 
 def main(
     runs: Annotated[list[Path], tyro.conf.Positional],
     weights: Weights = "final",
     out: Path | None = None,
+    data: Path | None = None,
 ) -> None:
     """Evaluates runs from their folders alone, and draws them side by side.
 
@@ -90,12 +95,13 @@ def main(
         weights: which weights are evaluated.
         out: folder of the pictures and of `evaluation.json`; the last run's
             `evaluation` folder if it is not given.
+        data: folder of the data, if it is no longer where the runs found it.
     """
     try:
-        loaded = {}
-        for folder in runs:
-            one = load(folder, weights)
-            loaded[label(one.config, folder, loaded)] = one
+        if not runs or len(set(runs)) < len(runs):
+            raise ValueError("name one run folder or several different ones.")
+        each = [load(folder, weights, data) for folder in runs]
+        loaded = dict(zip(labels(runs, each), each, strict=True))
         last = loaded[list(loaded)[-1]]
         for name, one in loaded.items():
             if (
@@ -130,7 +136,8 @@ def main(
     if len(report) > 1:
         first, last = (list(report.values())[i]["test_error"] for i in (0, -1))
         names = list(report)
-        print(f"{names[-1]} against {names[0]}: {100 * (1 - last / first):.1f} % less.")
+        change = 100 * (last / first - 1)
+        print(f"{names[-1]} against {names[0]}: {change:+.1f} % test error.")
     write_json(folder / "evaluation.json", {"weights": weights, "runs": report})
     print(f"pictures: {folder / 'fields.png'}, {folder / 'errors.png'}")
 

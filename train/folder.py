@@ -1,6 +1,8 @@
 """The run folder: it alone rebuilds a run."""
 
+import dataclasses
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +18,7 @@ def open_folder(config: Any, fingerprint: str) -> Path:
             something else; it names the first difference.
     """
     folder = config.run
-    path, data = folder / "config.json", folder / "data.json"
+    path = folder / "config.json"
     if path.exists():
         old = configs.read(type(config), path)
         if difference := configs.first_difference(old, config):
@@ -24,20 +26,39 @@ def open_folder(config: Any, fingerprint: str) -> Path:
                 f"{folder} holds a run of another config: {difference}. "
                 "Choose another folder with --run."
             )
-        found = json.loads(data.read_text())["fingerprint"]
+        found = read_fingerprint(folder)
         if found != fingerprint:
             raise ValueError(
                 f"{folder} holds a run on other data: fingerprint {found} became "
                 f"{fingerprint}. Choose another folder with --run."
             )
         return folder
-    if folder.exists() and {p.name for p in folder.iterdir()} - {data.name}:
+    # A run that was killed while its folder was made leaves these.
+    begun = {"data.json", "data.tmp", "config.tmp"}
+    if folder.exists() and {p.name for p in folder.iterdir()} - begun:
         raise ValueError(f"{folder} is not empty and holds no run.")
     folder.mkdir(parents=True, exist_ok=True)
     # The config comes last: without it the folder is no run.
-    write_json(data, {"fingerprint": fingerprint})
-    configs.write(config, path)
+    write_json(folder / "data.json", {"fingerprint": fingerprint})
+    data = config.data
+    if data.folder is not None:
+        # The run must find its data from any working directory.
+        data = dataclasses.replace(data, folder=data.folder.absolute())
+    configs.write(dataclasses.replace(config, data=data), path)
     return folder
+
+
+def read_fingerprint(folder: Path) -> str:
+    """Of the data that a run was trained on.
+
+    Raises:
+        ValueError: if the file that holds it is damaged.
+    """
+    path = folder / "data.json"
+    try:
+        return json.loads(path.read_text())["fingerprint"]
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f"{path} is damaged: {error}") from error
 
 
 def write_json(path: Path, value: Any) -> None:
@@ -47,12 +68,17 @@ def write_json(path: Path, value: Any) -> None:
     temporary.replace(path)
 
 
+def _finite(error: float | None) -> float:
+    """Makes errors comparable: NaN and what was not measured come last."""
+    return error if error is not None and math.isfinite(error) else math.inf
+
+
 def summarize(folder: Path, selections: dict[str, str]) -> dict[str, Any]:
     """Final errors, and the smallest over all evaluations by each selection."""
     rows = [r for r in read_metrics(folder) if any(k in r for k in selections)]
     errors = lambda row: {k: v for k, v in row.items() if k.endswith("_error")}
     results: dict[str, Any] = {"final": {"step": rows[-1]["step"], **errors(rows[-1])}}
     for name, selection in selections.items():
-        best = min(rows, key=lambda row: row[name])
+        best = min(rows, key=lambda row: _finite(row.get(name)))
         results[selection] = {"step": best["step"], **errors(best)}
     return results

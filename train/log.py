@@ -49,19 +49,25 @@ class Log:
     Args:
         folder: of the run; made if it is missing.
         steps: at which the run ends, for the progress bar.
-        start: steps already done. Rows beyond it, which a killed run wrote after
-            the checkpoint that is now resumed, are dropped, so that the joined log
-            has neither gaps nor repeats. At 0 all earlier rows are dropped. Call
+        start: steps already done, None for a new run. Rows beyond it, which a killed
+            run wrote after the checkpoint that is now resumed, are dropped, so that
+            the joined log has neither gaps nor repeats; a new run drops all. Call
             `flush` before saving a checkpoint to have the same in TensorBoard.
         progress: False for no output at all on the terminal.
     """
 
     def __init__(
-        self, folder: Path, *, steps: int, start: int = 0, progress: bool = True
+        self,
+        folder: Path,
+        *,
+        steps: int,
+        start: int | None = None,
+        progress: bool = True,
     ):
-        self._folder, self._steps, self._start = folder, steps, start
+        self._folder, self._steps, self._start = folder, steps, start or 0
         folder.mkdir(parents=True, exist_ok=True)
-        kept = [row for row in read_metrics(folder) if start and row["step"] <= start]
+        last = -1 if start is None else start
+        kept = [row for row in read_metrics(folder) if row["step"] <= last]
         _replace(folder / "metrics.jsonl", "".join(map(_encode, kept)))
         self._jsonl = open(folder / "metrics.jsonl", "a", buffering=1)
         self._columns: list[str] = []
@@ -75,7 +81,9 @@ class Log:
         # Not rich's own test, which FORCE_COLOR (common in CI) turns on in pipes.
         self._bar = _bar() if progress and sys.stdout.isatty() else None
         if self._bar:
-            self._task = self._bar.add_task("", total=steps, completed=start, text="")
+            self._task = self._bar.add_task(
+                "", total=steps, completed=self._start, text=""
+            )
 
     def __enter__(self) -> "Log":
         if self._bar:
@@ -242,21 +250,21 @@ def _replace(path: Path, text: str) -> None:
     os.replace(temporary, path)
 
 
-def _open_events(folder: Path, start: int) -> RecordWriter:
+def _open_events(folder: Path, start: int | None) -> RecordWriter:
     """A new event file, behind those of the steps up to `start`.
 
     RecordWriter and not SummaryWriter, whose queue costs 0.8 ms a row and loses what
     is in it with a killed process.
     """
     folder.mkdir(exist_ok=True)
-    if start == 0:
+    if start is None:
         for old in folder.glob("events.out.tfevents.*"):
             old.unlink()
     # TensorBoard takes the files by name, and hides earlier events from a START on.
     events = RecordWriter(str(folder / f"events.out.tfevents.{time.time_ns()}"))
     events.write(_record(file_version="brain.Event:2"))
     status = SessionLog(status=SessionLog.START)
-    events.write(_record(step=start + 1, session_log=status))
+    events.write(_record(step=(start or 0) + 1, session_log=status))
     events.flush()
     return events
 

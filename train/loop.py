@@ -1,6 +1,7 @@
 """The training loop, for every task."""
 
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -38,7 +39,7 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     Raises:
         ValueError: if the config and what the run folder holds do not fit, before
             anything is compiled or overwritten.
-        FloatingPointError: if the loss is not finite.
+        FloatingPointError: if a loss, gradient or error is not finite.
     """
     if task.samples % config.devices:
         raise ValueError(
@@ -51,10 +52,20 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     folder = open_folder(config, task.fingerprint)
     checkpoints = Checkpoints(folder / "checkpoints", best=tuple(task.selections))
     start = checkpoints.latest()
-    if start == task.steps and (folder / "results.json").exists():
-        if config.progress:
-            print(f"{folder} is finished: all {task.steps} steps are done.")
-        return json.loads((folder / "results.json").read_text())
+    if start == task.steps:
+        # A damaged or missing file is made anew below.
+        with contextlib.suppress(OSError, ValueError):
+            results = json.loads((folder / "results.json").read_text())
+            if config.progress:
+                print(f"{folder} is finished: all {task.steps} steps are done.")
+            return results
+    old = log.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
+    if start is None and any(row["step"] > 0 for row in old):
+        # The first checkpoint precedes the first step: someone took it away.
+        raise ValueError(
+            f"{folder} has metrics up to step {old[-1]['step']} but no checkpoint; "
+            "delete it or choose another folder with --run."
+        )
     if start is None:
         init = jax.jit(layout.init, out_shardings=shardings)
         state = init(jax.random.key(config.seed))
@@ -75,7 +86,12 @@ def run(config: Any, task: Task) -> dict[str, Any]:
         )
     )
     size = steps_per_call(
-        config.steps_per_call, task.interval, task.steps, config.checkpoint_every
+        config.steps_per_call,
+        task.interval,
+        task.steps,
+        config.checkpoint_every,
+        # A run may be resumed with other checkpoints between.
+        start or None,
     )
     rate, beta1 = (
         np.asarray(jax.jit(jax.vmap(f))(jnp.arange(task.steps)))
@@ -83,9 +99,20 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     )
 
     done = start or 0
-    with log.Log(
-        folder, steps=task.steps, start=done, progress=config.progress
-    ) as logger:
+    with (
+        contextlib.closing(checkpoints),
+        log.Log(
+            folder, steps=task.steps, start=start, progress=config.progress
+        ) as logger,
+    ):
+
+        def check(values, when):
+            for name, value in values.items():
+                if not math.isfinite(value):
+                    raise FloatingPointError(
+                        f"{name} is {value} {when}; the last checkpoint is that of "
+                        f"step {checkpoints.latest()}."
+                    )
 
         def evaluate():
             errors = task.evaluate(with_parameters(model, state.params), mesh)
@@ -93,7 +120,10 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             errors |= {f"ema_{name}": error for name, error in average.items()}
             logger.write(done, errors)
             logger.flush()
-            checkpoints.save(done, state, errors)
+            # Before saving: a checkpoint of bad weights would end every resumption.
+            check(errors, f"after step {done}")
+            if done not in checkpoints.steps():
+                checkpoints.save(done, state, errors)
             text = ", ".join(f"{k} {100 * v:.3f} %" for k, v in errors.items())
             logger.print(f"step {done}: {text}")
 
@@ -111,11 +141,10 @@ def run(config: Any, task: Task) -> dict[str, Any]:
                 learning_rate=metrics["learning_rate"],
                 samples_per_second=metrics["samples_per_second"],
             )
-            if not math.isfinite(metrics["loss"]):
-                raise FloatingPointError(
-                    f"the loss is {metrics['loss']} in steps {at - size + 1} to {at}; "
-                    f"the last checkpoint is that of step {checkpoints.latest()}."
-                )
+            check(
+                {name: metrics[name] for name in ("loss", "grad_norm")},
+                f"in steps {at - size + 1} to {at}",
+            )
 
         batches = iter(task.batches(done, size)) if done < task.steps else iter(())
         if config.progress and done < task.steps:
@@ -129,7 +158,9 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             )
             rows = _rows(task, layout.abstract.params, mesh, size, flops)
             log.table(str(folder), [*task.rows, *rows])
-        if start is None:
+        measured = [r for r in old if all(name in r for name in task.selections)]
+        at_boundary = done % task.interval == 0 or done == task.steps
+        if at_boundary and not any(r["step"] == done for r in measured):
             evaluate()
 
         ready, began = collections.deque(), time.perf_counter()
@@ -155,7 +186,6 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             elif checkpoint:
                 logger.flush()
                 checkpoints.save(done, state, {})
-        checkpoints.close()
 
     plots.curves(log.read_metrics(folder), folder / "curves.png")
     task.finish(with_parameters(model, state.params), mesh, folder)

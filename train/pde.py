@@ -7,10 +7,14 @@ import dataclasses
 import difflib
 import functools
 import inspect
+import math
+import sys
+import typing
 from pathlib import Path
 
 import jax
 import numpy as np
+import pydantic
 from flax import nnx
 
 from flaxmix import data, losses, mixers, models, parallel
@@ -62,13 +66,21 @@ def make_mixer(config: ModelConfig):
     own = [
         name for name in accepted if name not in {*given, "self", "channels", "rngs"}
     ]
-    for name in config.options:
+    for name, value in config.options.items():
         if name not in own:
             near = difflib.get_close_matches(name, own, 1, cutoff=0)
             raise ValueError(
                 f"model.options: {config.mixer} has no option {name!r}; "
                 f"{f'the nearest is {near[0]!r}' if near else 'it has none'}."
             )
+        strict = pydantic.ConfigDict(strict=True)
+        hint = typing.get_type_hints(mixer.__init__)[name]
+        try:
+            pydantic.TypeAdapter(hint, config=strict).validate_python(value)
+        except ValueError:
+            raise ValueError(f"model.options: {name}={value!r} is no {hint}.") from None
+        if isinstance(value, float) and not math.isfinite(value):
+            raise ValueError(f"model.options: {name}={value!r} is not finite.")
     given = {name: value for name, value in given.items() if name in accepted}
     return functools.partial(mixer, **given, **config.options)
 
@@ -202,7 +214,7 @@ def make_task(config: PDEConfig) -> PDETask:
         evaluate=evaluate,
         finish=finish,
         steps=config.epochs * per_epoch,
-        interval=max(1, config.epochs // config.evaluations) * per_epoch,
+        interval=-(-config.epochs // config.evaluations) * per_epoch,
         samples=config.batch,
         fingerprint=dataset.fingerprint(),
         rows=[
@@ -259,6 +271,12 @@ def main(argv: list[str] | None = None) -> None:
         results = loop.run(config, make_task(config))
     except (ValueError, OSError) as error:
         configs.fail(str(error))
+    except FloatingPointError as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(1) from None
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on.", file=sys.stderr)
+        raise SystemExit(130) from None
     if config.progress:
         for selection, errors in results.items():
             text = ", ".join(

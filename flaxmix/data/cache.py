@@ -115,7 +115,12 @@ def _finished(folder: Path, parameters: dict[str, Any]) -> bool:
                 f"{folder} has files that were not generated; choose another folder."
             ) from None
         return False
-    record.pop("versions", None)
+    except ValueError as error:
+        raise ValueError(
+            f"{folder / RECORD} is damaged ({error}); delete {folder}."
+        ) from error
+    if isinstance(record, dict):
+        record.pop("versions", None)
     if record != parameters:
         raise ValueError(
             f"{folder} was generated with {record}, not with {parameters}; choose "

@@ -243,6 +243,21 @@ def _check_stride(stride: int, resolution: int) -> None:
 
 def _array(file: Path, key: str, stride: int) -> np.ndarray:
     """An array [S, n, n] of the file, in float32, with every stride-th point."""
+    try:
+        array = _read(file, key, stride)
+    except Exception as error:  # scipy raises many kinds for damaged files
+        if str(file) in str(error):
+            raise
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if array.dtype.kind not in "fiu":
+        raise ValueError(f"{file}: {key} has type {array.dtype}, not real numbers.")
+    array = np.ascontiguousarray(array, dtype=np.float32)
+    if not np.isfinite(array).all():
+        raise ValueError(f"{file}: {key} has values that are not finite.")
+    return array
+
+
+def _read(file: Path, key: str, stride: int) -> np.ndarray:
     if h5py.is_hdf5(file):
         # MATLAB stores the first axis fastest, HDF5 names the slowest axis first.
         with h5py.File(file) as arrays:
@@ -257,15 +272,14 @@ def _array(file: Path, key: str, stride: int) -> np.ndarray:
         array = io.loadmat(file, variable_names=[key])[key]
         _check_shape(file, key, array.shape, stride)
         array = array[:, ::stride, ::stride]
-    array = np.ascontiguousarray(array, dtype=np.float32)
-    if not np.isfinite(array).all():
-        raise ValueError(f"{file}: {key} has values that are not finite.")
     return array
 
 
 def _check(file: Path, key: str, names: list[str]) -> None:
     if key not in names:
-        raise ValueError(f"{file} has no array {key}; it has {', '.join(names)}.")
+        raise ValueError(
+            f"{file} has no array {key}; it has {', '.join(names) or 'none'}."
+        )
 
 
 def _check_shape(file: Path, key: str, shape: tuple[int, ...], stride: int) -> None:

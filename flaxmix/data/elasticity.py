@@ -174,7 +174,12 @@ def _array(file: Path, shape: tuple[int | None, ...]) -> np.ndarray:
     """A finite float32 array from a file; None in the shape is any size."""
     if not file.exists():
         raise FileNotFoundError(f"{file} is missing.")
-    array = np.load(file, allow_pickle=False)
+    try:
+        array = np.load(file, allow_pickle=False)
+    except Exception as error:  # np.load raises many kinds for damaged files
+        raise ValueError(f"{file} cannot be read: {error}") from error
+    if not isinstance(array, np.ndarray):
+        raise ValueError(f"{file} is an archive, not an array.")
     fits = array.ndim == len(shape) and all(
         wanted in (None, found)
         for wanted, found in zip(shape, array.shape, strict=True)

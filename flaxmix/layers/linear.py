@@ -58,6 +58,8 @@ class Linear(nnx.Module):
         self.skip = skip
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        if not jnp.issubdtype(x.dtype, jnp.inexact):
+            raise TypeError(f"a layer needs floating-point inputs, got {x.dtype}.")
         kernel = self.kernel[...]
         # One product instead of a product and a sum; below float32, 1 + W would
         # round most of W away.

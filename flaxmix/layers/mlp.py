@@ -50,7 +50,15 @@ class ResidualMLP(nnx.Module):
             input_residual: whether x is added to the first h, if the widths agree.
             output_residual: whether h is added to y, if the widths agree.
             rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if a width is not positive, or `layers` is negative.
         """
+        if min(inputs, hidden, outputs) < 1 or layers < 0:
+            raise ValueError(
+                "an MLP needs positive widths and no negative number of layers, got "
+                f"{inputs=}, {hidden=}, {outputs=}, {layers=}."
+            )
         self.first = Linear(inputs, hidden, rngs=rngs)
         self.hidden = nnx.List(Linear(hidden, hidden, rngs=rngs) for _ in range(layers))
         self.last = Linear(hidden, outputs, rngs=rngs)

@@ -6,7 +6,13 @@ from jaxtyping import Array, Bool, Float
 from flaxmix import ops
 from flaxmix.layers import Linear, Norm, ResidualMLP
 from flaxmix.layers.norm import NormKind
-from flaxmix.mixers.heads import head_channels, merge, real, split
+from flaxmix.mixers.heads import (
+    check_latents,
+    head_channels,
+    merge,
+    real,
+    split,
+)
 
 
 class Flare(nnx.Module):
@@ -40,9 +46,11 @@ class Flare(nnx.Module):
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`.
+            ValueError: if `heads` does not divide `channels`, or a size is not
+                positive.
         """
         width = head_channels(channels, heads)
+        check_latents(latents)
         self.heads = heads
         init = nnx.initializers.normal(0.02)
         self.latents = nnx.Param(init(rngs.params(), (heads, latents, width)))
@@ -100,9 +108,11 @@ class OriginalFlare(nnx.Module):
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`.
+            ValueError: if `heads` does not divide `channels`, or a size is not
+                positive.
         """
         width = head_channels(channels, heads)
+        check_latents(latents)
         self.heads = heads
         self.scale = (1.0 if width <= 16 else width**-0.5) if scale is None else scale
         init = nnx.initializers.normal(0.1)

@@ -7,7 +7,13 @@ from jaxtyping import Array, Bool, Float
 from flaxmix import ops
 from flaxmix.layers import Linear, Norm, near_identity
 from flaxmix.layers.norm import NormKind
-from flaxmix.mixers.heads import head_channels, merge, real, split
+from flaxmix.mixers.heads import (
+    check_latents,
+    head_channels,
+    merge,
+    real,
+    split,
+)
 
 
 class FlarePP(nnx.Module):
@@ -52,9 +58,11 @@ class FlarePP(nnx.Module):
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`.
+            ValueError: if `heads` does not divide `channels`, or a size is not
+                positive.
         """
         width = head_channels(channels, heads)
+        check_latents(latents)
         self.heads = heads
         normal = nnx.initializers.normal(0.02)
         latent = lambda: nnx.Param(normal(rngs.params(), (heads, latents, width)))
@@ -151,9 +159,11 @@ class SimplifiedFlarePP(nnx.Module):
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`.
+            ValueError: if `heads` does not divide `channels`, or a size is not
+                positive.
         """
         width = head_channels(channels, heads)
+        check_latents(latents)
         self.heads = heads
         init = nnx.initializers.normal(0.02)
         self.seeds = nnx.Param(init(rngs.params(), (heads, latents, width)))
