@@ -125,9 +125,7 @@ def test_nan_does_not_pass_for_0():
     assert jnp.isnan(losses.relative_gradient_l2(bad, grid, (3, 3)))
 
 
-def test_shapes_must_agree():
-    with pytest.raises(ValueError, match=r"\(1, 4, 1\), target \(1, 4, 3\)"):
-        losses.relative_l2(jnp.ones((1, 4, 1)), jnp.ones((1, 4, 3)))
+def test_a_grid_without_inner_points():
     y = jnp.ones((1, 4, 1))
     with pytest.raises(ValueError, match="no points inside its border"):
         losses.relative_gradient_l2(y, y, (2, 2))

@@ -89,10 +89,11 @@ class Checkpoints:
             shardings,
         )
         damaged = f"the checkpoint {self._folder / str(step)} is damaged"
+        advice = f"delete it to go on from another of the steps {self.steps()}."
         try:
             found = self._manager.item_metadata(step)["state"]
         except Exception as error:  # Orbax and TensorStore raise many kinds
-            raise ValueError(f"{damaged} ({type(error).__name__}).") from error
+            raise ValueError(f"{damaged} ({type(error).__name__}); {advice}") from error
         by_name = lambda tree: {
             jax.tree_util.keystr(path, simple=True, separator="/"): leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(tree)
@@ -113,10 +114,7 @@ class Checkpoints:
                 step, args=ocp.args.Composite(state=ocp.args.StandardRestore(like))
             )["state"]
         except Exception as error:
-            raise ValueError(
-                f"{damaged} ({type(error).__name__}); delete that folder to go on "
-                f"from another of the steps {self.steps()}."
-            ) from error
+            raise ValueError(f"{damaged} ({type(error).__name__}); {advice}") from error
 
     def close(self) -> None:
         """Waits until everything is saved."""

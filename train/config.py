@@ -161,7 +161,7 @@ class PDEConfig:
 
 
 FREE = frozenset(
-    {"workers", "devices", "progress", "run", "checkpoint_every", "folder"}
+    {"workers", "devices", "progress", "run", "checkpoint_every", "data.folder"}
 )
 """Fields that a resumed run may change: they do not change what it computes.
 
