@@ -52,7 +52,9 @@ def read_scalars(folder):
 
 
 def run(folder, first, last, **kwargs):
-    with Log(folder, steps=20, start=first - 1 or None, progress=False, **kwargs) as log:
+    with Log(
+        folder, steps=20, start=first - 1 or None, progress=False, **kwargs
+    ) as log:
         for step in range(first, last + 1):
             log.write(step, {"loss": 1 / step})
 

@@ -181,7 +181,7 @@ def test_panels_share_scales_and_state_the_relative_error(tmp_path):
     assert [ax.get_title() for ax in axes[0]] == ["truth", "small", "large"]
     for ax, prediction in zip(axes[1, 1:], predictions.values(), strict=True):
         error = np.linalg.norm(prediction - truth) / np.linalg.norm(truth)
-        assert ax.get_title() == f"RMS error {100 * error:.3g} %"
+        assert ax.get_title() == f"relative $L^2$ error {100 * error:.3g} %"
         drawn = ax.collections[0].get_array()
         np.testing.assert_allclose(drawn, 100 * (prediction - truth) / rms)
         assert ax.collections[0].get_cmap().name == "RdBu_r"  # red is too much
@@ -226,10 +226,10 @@ def test_constant_truth(tmp_path, grid, constant, exact):
     title = axes[1, 1].get_title()
     error = math.sqrt(((prediction - truth) ** 2).mean())
     if constant == 0:  # no RMS to divide by: in units of the quantity
-        assert title == f"RMS error {error:.3g}"
+        assert title == f"relative $L^2$ error {error:.3g}"
         assert bars[1].get_xlabel() == "error in stress (MPa)"
     else:
-        assert title == f"RMS error {100 * error / 5:.3g} %"
+        assert title == f"relative $L^2$ error {100 * error / 5:.3g} %"
     assert limits(axes[1, 1])[1] > 0
 
 
@@ -246,7 +246,7 @@ def test_diverged_predictions_are_drawn_grey(tmp_path, grid, bad):
     assert limits(axes[0, 2]) == (1, 2)
     rms = np.sqrt((truth**2).mean())
     assert limits(axes[1, 2])[1] == pytest.approx(10 / rms)
-    assert axes[1, 2].get_title() == f"RMS error {bad} %"
+    assert axes[1, 2].get_title() == f"relative $L^2$ error {bad} %"
 
 
 XY = square(3, 3)

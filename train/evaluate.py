@@ -48,6 +48,7 @@ def load(folder: Path, weights: Weights = "final", data: Path | None = None) -> 
         FileNotFoundError: if the folder holds no run.
         ValueError: if it holds no such checkpoint, or files of something else.
     """
+    folder = Path(folder)
     if not (folder / "config.json").exists():
         raise FileNotFoundError(f"{folder} holds no run (no config.json).")
     config = configs.read(PDEConfig, folder / "config.json")

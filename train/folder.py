@@ -19,13 +19,7 @@ def open_folder(config: Any, fingerprint: str) -> Path:
     """
     folder = config.run
     path = folder / "config.json"
-    if path.exists():
-        old = configs.read(type(config), path)
-        if difference := configs.first_difference(old, config):
-            raise ValueError(
-                f"{folder} holds a run of another config: {difference}. "
-                "Choose another folder with --run."
-            )
+    if check_folder(config):
         found = read_fingerprint(folder)
         if found != fingerprint:
             raise ValueError(
@@ -33,10 +27,6 @@ def open_folder(config: Any, fingerprint: str) -> Path:
                 f"{fingerprint}. Choose another folder with --run."
             )
         return folder
-    # A run that was killed while its folder was made leaves these.
-    begun = {"data.json", "data.tmp", "config.tmp"}
-    if folder.exists() and {p.name for p in folder.iterdir()} - begun:
-        raise ValueError(f"{folder} is not empty and holds no run.")
     folder.mkdir(parents=True, exist_ok=True)
     # The config comes last: without it the folder is no run.
     write_json(folder / "data.json", {"fingerprint": fingerprint})
@@ -46,6 +36,29 @@ def open_folder(config: Any, fingerprint: str) -> Path:
         data = dataclasses.replace(data, folder=data.folder.absolute())
     configs.write(dataclasses.replace(config, data=data), path)
     return folder
+
+
+def check_folder(config: Any) -> bool:
+    """Whether the run folder holds a run already, of this config.
+
+    Raises:
+        ValueError: if it holds a run of another config, or something else.
+    """
+    folder = config.run
+    path = folder / "config.json"
+    if path.exists():
+        old = configs.read(type(config), path)
+        if difference := configs.first_difference(old, config):
+            raise ValueError(
+                f"{folder} holds a run of another config: {difference}. "
+                "Choose another folder with --run."
+            )
+        return True
+    # A run that was killed while its folder was made leaves these.
+    begun = {"data.json", "data.tmp", "config.tmp"}
+    if folder.exists() and {p.name for p in folder.iterdir()} - begun:
+        raise ValueError(f"{folder} is not empty and holds no run.")
+    return False
 
 
 def read_fingerprint(folder: Path) -> str:

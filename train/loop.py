@@ -146,6 +146,8 @@ def run(config: Any, task: Task) -> dict[str, Any]:
                 f"in steps {at - size + 1} to {at}",
             )
 
+        if start is not None:
+            logger.print(f"resuming {folder} after step {start} of {task.steps}")
         batches = iter(task.batches(done, size)) if done < task.steps else iter(())
         if config.progress and done < task.steps:
             first = next(batches)

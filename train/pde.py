@@ -21,6 +21,7 @@ from flaxmix import data, losses, mixers, models, parallel
 from flaxmix.data import darcy, elasticity, pipeline
 from train import config as configs, loop, plots
 from train.config import DarcyConfig, ElasticityConfig, ModelConfig, PDEConfig
+from train.folder import check_folder
 from train.task import Task
 
 MIXERS = {
@@ -247,7 +248,7 @@ def draw(
         for name, (model, predictor) in runs.items()
     }
     last = errors[list(runs)[-1]]
-    index = int(np.argsort(last, kind="stable")[len(last) // 2])
+    index = int(np.abs(last - np.median(last)).argmin())
     sample = dataset.test[index]
     plots.fields(
         sample["x"][:, list(dataset.coordinates)],
@@ -259,7 +260,7 @@ def draw(
         folder / "fields.png",
         quantity=dataset.quantity,
         grid=dataset.grid,
-        title=f"{dataset.name}, test sample {index} (median error)",
+        title=f"{dataset.name}, test sample {index} (nearest the median error)",
     )
     plots.errors(errors, folder / "errors.png")
     return errors
@@ -268,6 +269,7 @@ def draw(
 def main(argv: list[str] | None = None) -> None:
     config = configs.load(PDEConfig, argv)
     try:
+        check_folder(config)  # before data are generated in vain
         results = loop.run(config, make_task(config))
     except (ValueError, OSError) as error:
         configs.fail(str(error))

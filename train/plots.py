@@ -157,7 +157,7 @@ def fields(
     _bar(figure, image, axes[0], quantity, [truth, *models.values()])
     for ax, error in zip(axes[1, 1:], relative.values(), strict=True):
         image = _paint(ax, xy, error, grid, mesh, error_scale)
-        ax.set_title(f"RMS error {_rms(error):.3g}{unit}")
+        ax.set_title(f"relative $L^2$ error {_rms(error):.3g}{unit}")
     label = "error / RMS of truth (%)" if unit else f"error in {quantity}"
     _bar(figure, image, axes[1, 1:], label, list(relative.values()))
     return _save(figure, path)

@@ -14,7 +14,7 @@ from train.config import ElasticityConfig, ModelConfig, OptimizerConfig, PDEConf
 config = PDEConfig(
     data=ElasticityConfig(train=400, test=100),
     model=ModelConfig(mixer="flarepp", channels=64, blocks=4, heads=4, latents=32),
-    optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5),
+    optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5, ema=0.99),
     epochs=15,
     batch=4,
     evaluation_batch=20,
