@@ -21,7 +21,7 @@ slow: $(VENV)/.dev
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .
 	$(PY) -m ruff format --check .
-	$(PY) -m pyright
+	$(PY) -m pyright --pythonpath $(PY)
 
 $(PY):
 	$(PYTHON) -m venv $(VENV)
