@@ -13,7 +13,5 @@ def test_products_loops_and_derivatives_are_counted():
     w = jnp.ones((5, 5))
     assert count_flops(loop, a, w) == 4 * 2 * 3 * 5 * 5
     both = jax.grad(lambda a, b: (a @ b).sum(), argnums=(0, 1))
-    assert count_flops(both, a, b) == 2 * product or count_flops(both, a, b) == (
-        3 * product
-    )
+    assert count_flops(both, a, b) == 3 * product
     assert count_flops(jax.vmap(jnp.matmul), a[None], b[None]) == product

@@ -127,7 +127,7 @@ class Predictor:
 
     def _run(self, model, samples, mesh):
         sharding = parallel.batch_sharding(mesh)
-        for batch, count in self.batches(samples, mesh.shape["data"]):
+        for batch, count in self.batches(samples, parallel.batch_shards(mesh)):
             fields, errors = self._jitted(model, jax.device_put(batch, sharding))
             yield np.asarray(fields)[:count], np.asarray(errors, np.float64)[:count]
 

@@ -25,8 +25,8 @@ from flaxmix.ops.affine import scale_and_shift, wide
 def pair_sum(a: Array, b: Array, axes: Sequence[int]) -> tuple[Array, Array]:
     """Sums two arrays over the same axes in one reduction.
 
-    On CPUs, jaxlib 0.10 compiles a lone sum of a product into a form 10 to 100
-    times slower than this one.
+    For sums over the channels of [B, H, D, N]: on CPUs twice as fast there as two
+    sums of their own. Over the points it is several times slower.
     """
     zero = np.zeros((), a.dtype)
     axes = [axis % a.ndim for axis in axes]

@@ -24,3 +24,8 @@ def make_mesh(*, data: int, context: int = 1) -> Mesh:
         axis_types=(AxisType.Auto,) * 2,
         devices=devices[: data * context],
     )
+
+
+def batch_shards(mesh: Mesh) -> int:
+    """Parts that a batch is split into."""
+    return mesh.shape["data"]
