@@ -8,7 +8,7 @@ from flax import nnx
 from jax.test_util import check_grads
 
 from flaxmix import mixers
-from flaxmix.layers import Linear, ResidualMLP, near_identity
+from flaxmix.layers import Linear, ResidualMLP
 from flaxmix.layers.mlp import gelu
 from flaxmix.ops.affine import scale_and_shift
 from flaxmix.parameters import named_parameters, with_parameters
@@ -124,11 +124,6 @@ def test_sizes_of_mixers():
     mixer = mixers.Flare(4, heads=2, latents=3, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="no points"):
         mixer(jnp.ones((2, 0, 4)))
-
-
-def test_near_identity_needs_a_square():
-    with pytest.raises(ValueError, match=r"square kernel, got \(3, 4\)"):
-        Linear(3, 4, kernel_init=near_identity(), rngs=nnx.Rngs(0))
 
 
 def test_residuals_between_unequal_widths_are_left_out():

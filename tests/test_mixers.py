@@ -11,7 +11,7 @@ from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
 from flaxmix import mixers, ops
-from flaxmix.layers import Linear, near_identity
+from flaxmix.layers import Linear
 
 import oracles
 from closeness import assert_close
@@ -475,9 +475,9 @@ def test_skip_needs_equal_widths():
         Linear(3, 4, skip=True, rngs=nnx.Rngs(0))
 
 
-def test_near_identity_needs_a_square():
-    with pytest.raises(ValueError, match=r"square kernel, got \(3, 4\)"):
-        near_identity()(jax.random.key(0), (3, 4))
+def test_identity_needs_a_square():
+    with pytest.raises(ValueError, match="needs equal widths, got 3 and 4"):
+        Linear(3, 4, init="identity", rngs=nnx.Rngs(0))
 
 
 def test_flare_layer_is_the_op_between_projections():

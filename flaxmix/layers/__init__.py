@@ -1,5 +1,5 @@
 """Plain layers that mixers and models share."""
 
-from flaxmix.layers.linear import Linear as Linear, near_identity as near_identity
+from flaxmix.layers.linear import Linear as Linear
 from flaxmix.layers.mlp import ResidualMLP as ResidualMLP
 from flaxmix.layers.norm import Norm as Norm

@@ -1,5 +1,7 @@
 """Affine maps of channels, in the precision of their input."""
 
+from typing import Literal
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -8,16 +10,7 @@ from jaxtyping import Array, Float
 from flaxmix.ops.affine import scale_and_shift
 
 
-def near_identity(std: float = 0.02) -> nnx.Initializer:
-    """Initialises a square kernel to I + e, with e ~ N(0, std^2)."""
-
-    def init(key, shape, dtype=jnp.float32, out_sharding=None):
-        if shape[0] != shape[1]:
-            raise ValueError(f"near_identity needs a square kernel, got {shape}.")
-        noise = std * jax.random.normal(key, shape, dtype)
-        return jnp.eye(shape[0], dtype=dtype) + noise
-
-    return init
+Init = Literal["normal", "identity", "uniform"]
 
 
 class Linear(nnx.Module):
@@ -34,27 +27,47 @@ class Linear(nnx.Module):
         *,
         bias: bool = True,
         skip: bool = False,
-        kernel_init: nnx.Initializer | None = None,
+        init: Init = "normal",
         rngs: nnx.Rngs,
     ):
-        """Initialises W ~ N(0, 0.02^2), or by `kernel_init`, and b = 0.
+        """Initialises the parameters.
 
         Args:
             inputs: channels of x.
             outputs: channels of y.
             bias: whether there is a b.
             skip: whether x is added to the result.
-            kernel_init: initialiser of W.
+            init: "normal" for W ~ N(0, 0.02^2) and b = 0; "identity" for that plus
+                the identity; "uniform" for both within 1 / sqrt(inputs) of 0, which
+                is PyTorch's own.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `skip` and the widths differ.
+            ValueError: if `skip` or the identity is asked for and the widths differ,
+                or `init` is none of these.
         """
+        if init not in ("normal", "identity", "uniform"):
+            raise ValueError(
+                f"init must be 'normal', 'identity' or 'uniform', got {init!r}."
+            )
+        if init == "identity" and inputs != outputs:
+            raise ValueError(
+                f"init='identity' needs equal widths, got {inputs} and {outputs}."
+            )
         if skip and inputs != outputs:
             raise ValueError(f"skip needs equal widths, got {inputs} and {outputs}.")
-        init = nnx.initializers.normal(0.02) if kernel_init is None else kernel_init
-        self.kernel = nnx.Param(init(rngs.params(), (inputs, outputs), jnp.float32))
-        self.bias = nnx.Param(jnp.zeros(outputs, jnp.float32)) if bias else None
+        f32, limit = jnp.float32, inputs**-0.5
+        uniform = lambda *shape: jax.random.uniform(
+            rngs.params(), shape, f32, -limit, limit
+        )
+        if init == "uniform":
+            self.kernel = nnx.Param(uniform(inputs, outputs))
+            self.bias = nnx.Param(uniform(outputs)) if bias else None
+        else:
+            kernel = 0.02 * jax.random.normal(rngs.params(), (inputs, outputs), f32)
+            identity = jnp.eye(inputs, dtype=f32) if init == "identity" else 0
+            self.kernel = nnx.Param(kernel + identity)
+            self.bias = nnx.Param(jnp.zeros(outputs, f32)) if bias else None
         self.skip = skip
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:

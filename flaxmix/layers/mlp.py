@@ -1,10 +1,14 @@
 """The residual MLP of the FLARE papers."""
 
+from typing import Literal
+
 import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
-from flaxmix.layers.linear import Linear
+from flaxmix.layers.linear import Init, Linear
+
+Gelu = Literal["tanh", "exact"]
 
 
 @jax.custom_vjp
@@ -19,8 +23,20 @@ gelu.defvjp(
 )
 
 
+@jax.custom_vjp
+def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
+    """GELU, x Phi(x), which keeps only x for the backward pass."""
+    return jax.nn.gelu(x, approximate=False)
+
+
+exact_gelu.defvjp(
+    lambda x: (jax.nn.gelu(x, approximate=False), x),
+    lambda x, g: jax.vjp(lambda x: jax.nn.gelu(x, approximate=False), x)[1](g),
+)
+
+
 class ResidualMLP(nnx.Module):
-    """An MLP whose hidden layers are residual, with GELU (tanh approximation).
+    """An MLP whose hidden layers are residual, with GELU.
 
         h = gelu(W_1 x)  (+ x with `input_residual`)
         h = h + gelu(W_i h),  `layers` times
@@ -38,9 +54,11 @@ class ResidualMLP(nnx.Module):
         layers: int = 0,
         input_residual: bool = False,
         output_residual: bool = False,
+        activation: Gelu = "tanh",
+        init: Init = "normal",
         rngs: nnx.Rngs,
     ):
-        """Initialises every weight N(0, 0.02^2) and every bias 0.
+        """Initialises the layers.
 
         Args:
             inputs: channels of x.
@@ -49,27 +67,42 @@ class ResidualMLP(nnx.Module):
             layers: number of hidden residual layers.
             input_residual: whether x is added to the first h, if the widths agree.
             output_residual: whether h is added to y, if the widths agree.
+            activation: GELU by its tanh approximation, or exact.
+            init: of every layer, see `Linear`.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if a width is not positive, or `layers` is negative.
+            ValueError: if a width is not positive, `layers` is negative, or
+                `activation` is neither.
         """
+        if activation not in ("tanh", "exact"):
+            raise ValueError(
+                f"activation must be 'tanh' or 'exact', got {activation!r}."
+            )
         if min(inputs, hidden, outputs) < 1 or layers < 0:
             raise ValueError(
                 "an MLP needs positive widths and no negative number of layers, got "
                 f"{inputs=}, {hidden=}, {outputs=}, {layers=}."
             )
-        self.first = Linear(inputs, hidden, rngs=rngs)
-        self.hidden = nnx.List(Linear(hidden, hidden, rngs=rngs) for _ in range(layers))
-        self.last = Linear(hidden, outputs, rngs=rngs)
+        linear = lambda i, o: Linear(i, o, init=init, rngs=rngs)
+        self.first = linear(inputs, hidden)
+        self.hidden = nnx.List(linear(hidden, hidden) for _ in range(layers))
+        self.last = linear(hidden, outputs)
+        self.activation = activation
         self.input_residual = input_residual and inputs == hidden
         self.output_residual = output_residual and hidden == outputs
 
-    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
-        h = gelu(self.first(x))
+    def features(self, x: Float[Array, "*B I"]) -> Float[Array, "*B H"]:
+        """The last h."""
+        act = gelu if self.activation == "tanh" else exact_gelu
+        h = act(self.first(x))
         if self.input_residual:
             h = h + x
         for layer in self.hidden:
-            h = h + gelu(layer(h))
+            h = h + act(layer(h))
+        return h
+
+    def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        h = self.features(x)
         y = self.last(h)
         return y + h if self.output_residual else y

@@ -14,13 +14,22 @@ NormKind = Literal["layer", "rms"]
 class Norm(nnx.Module):
     """LayerNorm (eps 1e-5, scale and bias) or RMSNorm (eps 1e-6, scale)."""
 
-    def __init__(self, channels: int, *, kind: NormKind = "layer", affine: bool = True):
+    def __init__(
+        self,
+        channels: int,
+        *,
+        kind: NormKind = "layer",
+        affine: bool = True,
+        eps: float | None = None,
+    ):
         """Initialises scale 1 and bias 0.
 
         Args:
             channels: size of the axis that is normalised.
             kind: "layer" or "rms".
             affine: whether there are parameters.
+            eps: added to the variance or mean square; None means 1e-5 for "layer"
+                and 1e-6 for "rms".
 
         Raises:
             ValueError: if `kind` is neither.
@@ -28,6 +37,7 @@ class Norm(nnx.Module):
         if kind not in ("layer", "rms"):
             raise ValueError(f"kind must be 'layer' or 'rms', got {kind!r}.")
         self.kind = kind
+        self.eps = (1e-6 if kind == "rms" else 1e-5) if eps is None else eps
         ones, zeros = jnp.ones(channels), jnp.zeros(channels)
         self.scale = nnx.Param(ones) if affine else None
         self.bias = nnx.Param(zeros) if affine and kind == "layer" else None
@@ -36,8 +46,8 @@ class Norm(nnx.Module):
         scale = None if self.scale is None else self.scale[...]
         bias = None if self.bias is None else self.bias[...]
         if self.kind == "rms":
-            return ops.rms_norm(x, scale, axis=axis)
-        return ops.layer_norm(x, scale, bias, axis=axis)
+            return ops.rms_norm(x, scale, axis=axis, eps=self.eps)
+        return ops.layer_norm(x, scale, bias, axis=axis, eps=self.eps)
 
     def heads(self, x: Float[Array, "*B N H D"]) -> Float[Array, "*B N H D"]:
         """Normalises the D channels of each head, as `self(x)` does, faster.

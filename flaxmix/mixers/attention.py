@@ -2,12 +2,13 @@
 
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix import ops
 from flaxmix.layers import Linear, Norm
 from flaxmix.layers.norm import NormKind
 from flaxmix.mixers.heads import head_channels, merge, real, split
+from flaxmix.ops.stream import check_dropout
 
 
 class SelfAttention(nnx.Module):
@@ -22,6 +23,8 @@ class SelfAttention(nnx.Module):
         *,
         heads: int,
         qk_norm: bool = False,
+        bias: bool = True,
+        attention_dropout: float = 0.0,
         norm: NormKind = "layer",
         rngs: nnx.Rngs,
     ):
@@ -30,16 +33,22 @@ class SelfAttention(nnx.Module):
         Args:
             channels: width C of the points.
             heads: number of heads H.
+            bias: whether the queries, keys and values have a bias.
             qk_norm: whether queries and keys are normalised over D, for each head.
+            attention_dropout: part of the probabilities of every softmax that is set
+                to 0 where a key is given.
             norm: kind of those norms.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`.
+            ValueError: if `heads` does not divide `channels`, or a probability is not
+                in [0, 1).
         """
+        check_dropout(attention_dropout)
+        self.attention_dropout = attention_dropout
         width = head_channels(channels, heads)
         self.heads = heads
-        self.qkv = Linear(channels, 3 * channels, rngs=rngs)
+        self.qkv = Linear(channels, 3 * channels, bias=bias, rngs=rngs)
         self.query_norm = Norm(width, kind=norm) if qk_norm else None
         self.key_norm = Norm(width, kind=norm) if qk_norm else None
         self.out = Linear(channels, channels, rngs=rngs)
@@ -50,6 +59,7 @@ class SelfAttention(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         """Mixes the points of x.
 
@@ -64,5 +74,7 @@ class SelfAttention(nnx.Module):
         q, k, v = (split(t, self.heads) for t in (q, k, v))
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm.heads(q), self.key_norm.heads(k)
-        y, _ = ops.attention(q, k, v, mask=mask)
+        y, _ = ops.attention(
+            q, k, v, mask=mask, dropout=self.attention_dropout, key=key
+        )
         return self.out(merge(y))

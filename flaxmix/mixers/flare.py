@@ -1,7 +1,7 @@
 """FLARE as a layer, in the matched form and in that of the original study."""
 
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix import ops
 from flaxmix.layers import Linear, Norm, ResidualMLP
@@ -13,6 +13,7 @@ from flaxmix.mixers.heads import (
     real,
     split,
 )
+from flaxmix.ops.stream import check_dropout
 
 
 class Flare(nnx.Module):
@@ -32,6 +33,7 @@ class Flare(nnx.Module):
         heads: int,
         latents: int,
         qk_norm: bool = False,
+        attention_dropout: float = 0.0,
         norm: NormKind = "layer",
         rngs: nnx.Rngs,
     ):
@@ -42,13 +44,17 @@ class Flare(nnx.Module):
             heads: number of heads H.
             latents: number of latents M, for each head.
             qk_norm: whether latents and keys are normalised over D, for each head.
+            attention_dropout: part of the probabilities of every softmax that is set
+                to 0 where a key is given.
             norm: kind of those norms.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`, or a size is not
-                positive.
+            ValueError: if `heads` does not divide `channels`, a size is not
+                positive, or a probability is not in [0, 1).
         """
+        check_dropout(attention_dropout)
+        self.attention_dropout = attention_dropout
         width = head_channels(channels, heads)
         check_latents(latents)
         self.heads = heads
@@ -66,13 +72,21 @@ class Flare(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
         q = self.latents[...]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm.heads(k)
-        return self.out(merge(ops.flare(q, k, v, mask=mask, axis_name=axis_name)))
+        y = ops.flare(
+            *(q, k, v),
+            mask=mask,
+            axis_name=axis_name,
+            dropout=self.attention_dropout,
+            key=key,
+        )
+        return self.out(merge(y))
 
 
 class OriginalFlare(nnx.Module):
@@ -141,6 +155,7 @@ class OriginalFlare(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)

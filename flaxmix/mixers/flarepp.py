@@ -1,11 +1,14 @@
 """FLARE++ and simplified FLARE++ as layers (arXiv:2608.11519)."""
 
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix import ops
-from flaxmix.layers import Linear, Norm, near_identity
+from flaxmix.layers import Linear, Norm
 from flaxmix.layers.norm import NormKind
 from flaxmix.mixers.heads import (
     check_latents,
@@ -14,6 +17,7 @@ from flaxmix.mixers.heads import (
     real,
     split,
 )
+from flaxmix.ops.stream import check_dropout
 
 
 class FlarePP(nnx.Module):
@@ -40,6 +44,7 @@ class FlarePP(nnx.Module):
         gate_logit: float = 0.25,
         key_norm: bool = True,
         reference_norm: bool = True,
+        attention_dropout: float = 0.0,
         norm: NormKind = "layer",
         rngs: nnx.Rngs,
     ):
@@ -54,21 +59,23 @@ class FlarePP(nnx.Module):
                 by 0.56, -80 switches it off.
             key_norm: whether routing keys are normalised.
             reference_norm: whether the reference queries are normalised.
+            attention_dropout: part of the probabilities of every softmax that is set
+                to 0 where a key is given.
             norm: kind of every norm in the mixer.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`, or a size is not
-                positive.
+            ValueError: if `heads` does not divide `channels`, a size is not
+                positive, or a probability is not in [0, 1).
         """
+        check_dropout(attention_dropout)
+        self.attention_dropout = attention_dropout
         width = head_channels(channels, heads)
         check_latents(latents)
         self.heads = heads
         normal = nnx.initializers.normal(0.02)
         latent = lambda: nnx.Param(normal(rngs.params(), (heads, latents, width)))
-        near = lambda: Linear(
-            channels, channels, kernel_init=near_identity(), rngs=rngs
-        )
+        near = lambda: Linear(channels, channels, init="identity", rngs=rngs)
         self.seeds = latent()
         self.reference = latent()
         self.gate = nnx.Param(jnp.full(heads, gate_logit, jnp.float32))
@@ -113,13 +120,21 @@ class FlarePP(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
         (seeds, k0, v0), options = self._synthesis(x)
         k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
         if self.key_norm is not None:
             k = self.key_norm.heads(k)
-        y = ops.flarepp(seeds, k0, v0, k, v, **options, mask=mask, axis_name=axis_name)
+        y = ops.flarepp(
+            *(seeds, k0, v0, k, v),
+            **options,
+            mask=mask,
+            axis_name=axis_name,
+            dropout=self.attention_dropout,
+            key=key,
+        )
         return self.out(merge(y))
 
 
@@ -144,6 +159,7 @@ class SimplifiedFlarePP(nnx.Module):
         latents: int,
         share: bool = False,
         qk_norm: bool = False,
+        attention_dropout: float = 0.0,
         norm: NormKind = "layer",
         rngs: nnx.Rngs,
     ):
@@ -155,13 +171,17 @@ class SimplifiedFlarePP(nnx.Module):
             latents: number of latents M, for each head.
             share: whether the synthesis values are the keys before their norm.
             qk_norm: whether routing queries and keys are normalised.
+            attention_dropout: part of the probabilities of every softmax that is set
+                to 0 where a key is given.
             norm: kind of every norm in the mixer.
             rngs: where the initial parameters come from.
 
         Raises:
-            ValueError: if `heads` does not divide `channels`, or a size is not
-                positive.
+            ValueError: if `heads` does not divide `channels`, a size is not
+                positive, or a probability is not in [0, 1).
         """
+        check_dropout(attention_dropout)
+        self.attention_dropout = attention_dropout
         width = head_channels(channels, heads)
         check_latents(latents)
         self.heads = heads
@@ -184,6 +204,7 @@ class SimplifiedFlarePP(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
         heads = lambda layer: split(layer(x), self.heads)
@@ -191,7 +212,13 @@ class SimplifiedFlarePP(nnx.Module):
         v0 = k0 if self.synthesis_value is None else heads(self.synthesis_value)
         k0 = self.synthesis_norm.heads(k0)
         seeds = self.seed_norm(self.seeds[...])
-        q = ops.synthesize(seeds, k0, v0, mask=mask, axis_name=axis_name)
+        first, second = (None, None) if key is None else jax.random.split(key)
+        shared: Any = {
+            "mask": mask,
+            "axis_name": axis_name,
+            "dropout": self.attention_dropout,
+        }
+        q = ops.synthesize(seeds, k0, v0, **shared, key=first)
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm.heads(k)
-        return self.out(merge(ops.flare(q, k, v, mask=mask, axis_name=axis_name)))
+        return self.out(merge(ops.flare(q, k, v, **shared, key=second)))

@@ -47,3 +47,11 @@ def real(
             f"{mask.dtype} of shape {mask.shape}."
         )
     return jnp.where(mask[..., None], x, 0)
+
+
+def split_latents(z: Float[Array, "*B M C"], heads: int) -> Float[Array, "*B H M D"]:
+    return jnp.swapaxes(split(z, heads), -3, -2)
+
+
+def merge_latents(z: Float[Array, "*B H M D"]) -> Float[Array, "*B M C"]:
+    return merge(jnp.swapaxes(z, -3, -2))

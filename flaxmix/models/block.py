@@ -1,12 +1,17 @@
 """The shared residual block."""
 
 from collections.abc import Callable
+from typing import Any
 
+import jax
 from flax import nnx
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.layers import Norm, ResidualMLP
+from flaxmix.layers.linear import Init
+from flaxmix.layers.mlp import Gelu
 from flaxmix.layers.norm import NormKind
+from flaxmix.ops.stream import check_dropout, drop, shard_key
 
 
 class Block(nnx.Module):
@@ -24,6 +29,10 @@ class Block(nnx.Module):
         norm: NormKind = "layer",
         mlp_ratio: float = 2.0,
         mlp_layers: int = 0,
+        mlp_eps: float | None = None,
+        activation: Gelu = "tanh",
+        init: Init = "normal",
+        dropout: float = 0.0,
         rngs: nnx.Rngs,
     ):
         """Initialises the block.
@@ -34,11 +43,20 @@ class Block(nnx.Module):
             norm: kind of both norms.
             mlp_ratio: hidden width of the MLP, in units of C.
             mlp_layers: hidden residual layers of the MLP.
+            mlp_eps: eps of the norm before the MLP; None for that of its kind.
+            activation: of the MLP, see `ResidualMLP`.
+            init: of the MLP, see `Linear`.
+            dropout: part of the mixer's outputs that is set to 0 where a key is given.
             rngs: where the initial parameters come from.
+
+        Raises:
+            ValueError: if `dropout` is not in [0, 1), or the mixer rejects a size.
         """
+        check_dropout(dropout)
+        self.dropout = dropout
         self.mixer_norm = Norm(channels, kind=norm)
         self.mixer = mixer(channels, rngs=rngs)
-        self.mlp_norm = Norm(channels, kind=norm)
+        self.mlp_norm = Norm(channels, kind=norm, eps=mlp_eps)
         self.mlp = ResidualMLP(
             channels,
             int(mlp_ratio * channels),
@@ -46,6 +64,8 @@ class Block(nnx.Module):
             layers=mlp_layers,
             input_residual=mlp_layers > 0,
             output_residual=mlp_layers > 0,
+            activation=activation,
+            init=init,
             rngs=rngs,
         )
 
@@ -55,6 +75,18 @@ class Block(nnx.Module):
         *,
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
+        key: Key[Array, ""] | None = None,
+        **inputs: Any,
     ) -> Float[Array, "*B N C"]:
-        x = x + self.mixer(self.mixer_norm(x), mask=mask, axis_name=axis_name)
+        """Applies the block; `inputs` are further arguments of the mixer."""
+        first, second = (None, None) if key is None else jax.random.split(key)
+        y = self.mixer(
+            self.mixer_norm(x), mask=mask, axis_name=axis_name, key=first, **inputs
+        )
+        x = x + self._dropped(y, second, axis_name)
         return x + self.mlp(self.mlp_norm(x))
+
+    def _dropped(self, y, key, axis_name):
+        if not self.dropout:
+            return y
+        return drop(y, shard_key(key, axis_name), self.dropout, 0)

@@ -1,10 +1,11 @@
 """Layers stacked over depth."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, Key
 
 
 def stack(make: Callable[[nnx.Rngs], nnx.Module], depth: int, rngs: nnx.Rngs):
@@ -18,17 +19,34 @@ def stack(make: Callable[[nnx.Rngs], nnx.Module], depth: int, rngs: nnx.Rngs):
     return jax.vmap(make)(rngs.split(depth))
 
 
-def apply_stack(layers: nnx.Module, x: Array, *, remat: bool = False, **kwargs):
+def apply_stack(
+    layers: nnx.Module,
+    carry: Any,
+    *,
+    remat: bool = False,
+    each: Mapping[str, Any] | None = None,
+    **shared,
+):
     """Applies stacked layers in turn: one traced layer, `depth` steps.
 
     Args:
         layers: what `stack` made.
-        x: input of the first layer, of the shape and dtype of every layer's output.
+        carry: input of the first layer, or a tuple of inputs, of the shapes and
+            dtypes of every layer's output.
         remat: whether the backward pass recomputes each layer from its input.
-        **kwargs: passed to every layer.
+        each: keyword arguments of the layers with a leading axis over depth.
+        **shared: keyword arguments that all layers get alike.
     """
 
-    def step(x, layer):
-        return layer(x, **kwargs), None
+    def step(carry, layer):
+        module, each = layer
+        inputs = carry if isinstance(carry, tuple) else (carry,)
+        return module(*inputs, **each, **shared), None
 
-    return jax.lax.scan(jax.checkpoint(step) if remat else step, x, layers)[0]
+    step = jax.checkpoint(step) if remat else step
+    return jax.lax.scan(step, carry, (layers, dict(each or {})))[0]
+
+
+def split_key(key: Key[Array, ""] | None, count: int) -> Any:
+    """`count` keys, or None without a key."""
+    return None if key is None else jax.random.split(key, count)

@@ -14,9 +14,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
-from flaxmix.ops.stream import accumulator, block_size, cut, dot, fold, put, zeros
+from flaxmix.ops.stream import (
+    accumulator,
+    block_size,
+    check_dropout,
+    cut,
+    dot,
+    drop,
+    fold,
+    put,
+    zeros,
+)
 
 
 def _scores(q, k, mask, causal, start, size, points):
@@ -36,22 +46,24 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5, 6))
-def attend(q, k, v, mask, causal, block, axis_name):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
+def attend(q, k, v, mask, key, causal, dropout, block, axis_name):
     """Attention with points last, scale folded into q; see `attention`, `gather`.
 
-    q [B, H, M, D]; k, v [B, H, D, N], v None for the keys; mask [B, N] or None.
+    q [B, H, M, D]; k, v [B, H, D, N], v None for the keys; mask [B, N] or None; key
+    drives the dropout of probabilities, None for none.
     Returns y [B, H, M, D] and L [B, H, M].
     """
-    return _forward(q, k, v, mask, causal, block, axis_name)[0]
+    return _forward(q, k, v, mask, key, causal, dropout, block, axis_name)[0]
 
 
-def _forward(q, k, v, mask, causal, block, axis_name):
+def _forward(q, k, v, mask, key, causal, dropout, block, axis_name):
     dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
     size = block_size(q, points, block)
     values = k if v is None else v
 
     def product(p, start, n):
+        p = drop(p, key, dropout, start)
         return dot("bhmn,bhdn->bhmd", p, cut(values, start, n), dtype)
 
     if size >= points:
@@ -92,11 +104,11 @@ def _forward(q, k, v, mask, causal, block, axis_name):
     safe = jnp.where(some, mass, 1.0)
     y = y / safe[..., None]
     log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
-    return (y.astype(dtype), log_mass), (q, k, v, mask, y, log_mass)
+    return (y.astype(dtype), log_mass), (q, k, v, mask, key, y, log_mass)
 
 
-def _backward(causal, block, axis_name, saved, cotangents):
-    q, k, v, mask, y, log_mass = saved
+def _backward(causal, dropout, block, axis_name, saved, cotangents):
+    q, k, v, mask, key, y, log_mass = saved
     dy, dlog = cotangents
     dtype, points = k.dtype, k.shape[-1]
     values = k if v is None else v
@@ -107,10 +119,11 @@ def _backward(causal, block, axis_name, saved, cotangents):
         dq, dk, dv = carry
         kk, vv = cut(k, start, n), cut(values, start, n)
         p = jnp.exp(_scores(q, k, mask, causal, start, n, points) - shift)
-        ds = p * (dot("bhmd,bhdn->bhmn", dy, vv, dtype) - row)
+        dp = drop(dot("bhmd,bhdn->bhmn", dy, vv, dtype), key, dropout, start)
+        ds = p * (dp - row)
         dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)
         dkk = dot("bhmd,bhmn->bhdn", q, ds, dtype)
-        dvv = dot("bhmd,bhmn->bhdn", dy, p, dtype)
+        dvv = dot("bhmd,bhmn->bhdn", dy, drop(p, key, dropout, start), dtype)
         if v is None:
             return dq, put(dk, dkk + dvv, start), None
         return dq, put(dk, dkk, start), put(dv, dvv, start)
@@ -123,7 +136,7 @@ def _backward(causal, block, axis_name, saved, cotangents):
     dq, dk, dv = fold(points, block_size(q, points, block), body, init)
     if axis_name is not None:
         dq = lax.psum(dq, axis_name)
-    return dq.astype(q.dtype), dk, dv, None
+    return dq.astype(q.dtype), dk, dv, None, None
 
 
 attend.defvjp(_forward, _backward)
@@ -153,6 +166,8 @@ def attention(
     mask: Bool[Array, "*B N"] | None = None,
     causal: bool = False,
     scale: float | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
     block: int | None = None,
 ) -> tuple[Float[Array, "*B Q H E"], Float[Array, "*B H Q"]]:
     """Softmax attention, y = softmax_N(scale q k^T) v, and its log-normaliser L.
@@ -168,12 +183,19 @@ def attention(
         causal: query i of Q sees keys 0 ... N - Q + i, so that the last query sees
             all: one new query against a cache of keys is the same call.
         scale: factor on the scores; None means 1 / sqrt(D).
+        dropout: part of the probabilities that is set to 0, the rest being scaled up;
+            which ones depends on `key` and `block`.
+        key: drives the dropout; None for none.
         block: keys worked on at once; None chooses by shape and backend.
 
     Returns:
         y in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
         wider. A query that sees no key gets y = 0 and L = -inf.
+
+    Raises:
+        ValueError: if `dropout` is not in [0, 1).
     """
+    check_dropout(dropout)
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
@@ -185,7 +207,9 @@ def attention(
         flat(points_last(k), batch, 3),
         flat(points_last(v), batch, 3),
         mask,
+        key if dropout else None,
         causal,
+        dropout,
         block,
         None,
     )

@@ -1,6 +1,9 @@
 """FLARE: low-rank attention through M learned latents (arXiv:2508.12594)."""
 
-from jaxtyping import Array, Bool, Float
+from typing import Any
+
+import jax
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.latent import gather, scatter
 
@@ -13,6 +16,8 @@ def flare(
     mask: Bool[Array, "*B N"] | None = None,
     scale: float | None = None,
     axis_name: str | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*B N H D"]:
     """Mixes N points by way of M latents.
 
@@ -29,9 +34,14 @@ def flare(
         scale: factor on the scores; None means 1 / sqrt(D). The original study uses
             1 where D <= 16.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
+        dropout: part of the probabilities of both softmaxes that is set to 0, the
+            rest being scaled up.
+        key: drives the dropout; None for none.
 
     Returns:
         The mixed points, in the dtype of `k`.
     """
-    z, _ = gather(q, k, v, mask=mask, scale=scale, axis_name=axis_name)
-    return scatter(k, q, z, mask=mask, scale=scale, axis_name=axis_name)
+    first, second = (None, None) if key is None else jax.random.split(key)
+    shared: Any = {"mask": mask, "scale": scale, "axis_name": axis_name}
+    z, _ = gather(q, k, v, **shared, dropout=dropout, key=first)
+    return scatter(k, q, z, **shared, dropout=dropout, key=second)

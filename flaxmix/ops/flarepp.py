@@ -1,7 +1,9 @@
 """FLARE++: latent queries synthesised from the input (arXiv:2608.11519, section 3)."""
 
+from typing import Any
+
 import jax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.flare import flare
 from flaxmix.ops.latent import gather
@@ -17,6 +19,8 @@ def synthesize(
     gate: Float[Array, "H"] | None = None,
     mask: Bool[Array, "*B N"] | None = None,
     axis_name: str | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*B H M D"]:
     """Routing queries that depend on the input.
 
@@ -34,19 +38,33 @@ def synthesize(
         gate: logit of each head's weight on the synthesised part.
         mask: True for real points.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
+        dropout: part of the probabilities that is set to 0, the rest scaled up.
+        key: drives the dropout; None for none.
 
     Returns:
         Queries in the dtype of `k0`; the sum is taken in float32 or wider.
     """
-    dynamic, _ = gather(seeds, k0, v0, mask=mask, axis_name=axis_name)
+    dynamic, _ = gather(
+        seeds, k0, v0, mask=mask, axis_name=axis_name, dropout=dropout, key=key
+    )
     if reference is None and gate is None:
         return dynamic
     if reference is None or gate is None:
         raise ValueError("reference and gate go together: give both or neither.")
-    wide = accumulator(k0.dtype)
-    weight = jax.nn.sigmoid(gate.astype(wide))[:, None, None]
+    weight = jax.nn.sigmoid(gate.astype(accumulator(k0.dtype)))
+    return blend(reference, weight, dynamic)
+
+
+def blend(
+    reference: Float[Array, "H M D"],
+    weight: Float[Array, "H"],
+    dynamic: Float[Array, "*B H M D"],
+) -> Float[Array, "*B H M D"]:
+    """reference + weight dynamic, in float32 or wider, in the dtype of `dynamic`."""
+    wide = accumulator(dynamic.dtype)
+    weight = weight.astype(wide)[:, None, None]
     q = reference.astype(wide) + weight * dynamic.astype(wide)
-    return q.astype(k0.dtype)
+    return q.astype(dynamic.dtype)
 
 
 def flarepp(
@@ -60,6 +78,8 @@ def flarepp(
     gate: Float[Array, "H"] | None = None,
     mask: Bool[Array, "*B N"] | None = None,
     axis_name: str | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*B N H D"]:
     """Mixes N points by way of M latents whose queries the input decides.
 
@@ -79,6 +99,9 @@ def flarepp(
         gate: logit of each head's weight on the synthesised part.
         mask: True for real points. Masked points do not matter and get 0.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
+        dropout: part of the probabilities of all three softmaxes that is set to 0,
+            the rest being scaled up.
+        key: drives the dropout; None for none.
 
     Returns:
         The mixed points, in the dtype of `k`.
@@ -86,13 +109,7 @@ def flarepp(
     Raises:
         ValueError: if only one of `reference` and `gate` is given.
     """
-    q = synthesize(
-        seeds,
-        k0,
-        v0,
-        reference=reference,
-        gate=gate,
-        mask=mask,
-        axis_name=axis_name,
-    )
-    return flare(q, k, v, mask=mask, axis_name=axis_name)
+    first, second = (None, None) if key is None else jax.random.split(key)
+    shared: Any = {"mask": mask, "axis_name": axis_name, "dropout": dropout}
+    q = synthesize(seeds, k0, v0, reference=reference, gate=gate, **shared, key=first)
+    return flare(q, k, v, **shared, key=second)

@@ -14,28 +14,80 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float
+from jaxtyping import Array, Bool, Float, Key
 
-from flaxmix.ops.attention import attend, flat, points_first, points_last
+from flaxmix.ops.attention import attend, finite, flat, points_first, points_last
 from flaxmix.ops.norm import product_sum
-from flaxmix.ops.stream import accumulator, block_size, cut, dot, fold, put, zeros
+from flaxmix.ops.stream import (
+    accumulator,
+    block_size,
+    check_dropout,
+    cut,
+    dot,
+    drop,
+    fold,
+    put,
+    shard_key,
+    zeros,
+)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(3, 4))
-def _scatter(k, q, z, block, axis_name):
-    return _scatter_forward(k, q, z, block, axis_name)[0]
+def scores(q, k, mask, noise, rate, start, n):
+    """Scores of one block of points [B, H, M, n]; see `_scatter`."""
+    s = dot("bhmd,bhdn->bhmn", q, cut(k, start, n), k.dtype)
+    if noise is not None:
+        g = gumbel(noise, start, s)
+        s = s + g if rate is None else s + g * cut(rate, start, n)[:, :, None]
+    return s if mask is None else jnp.where(mask[:, None, :, None], s, -jnp.inf)
 
 
-def _scatter_forward(k, q, z, block, axis_name):
+def gumbel(noise: Array, start, like: Array) -> Array:
+    """A block of Gumbel noise [B, H, M, n] from uniforms, given or drawn by a key.
+
+    The two 1e-8 are those of the authors' Transolver++.
+    """
+    if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
+        u = jax.random.uniform(jax.random.fold_in(noise, start), like.shape, like.dtype)
+    else:
+        u = cut(noise, start, like.shape[-1]).astype(like.dtype)
+    return -jnp.log(-jnp.log(u + 1e-8) + 1e-8)
+
+
+def rate_gradient(ds, noise, rate, start):
+    """Derivative of the sum of ds * gumbel * rate by a block of `rate`."""
+    if noise is None or rate is None:
+        return None
+    return (ds * gumbel(noise, start, ds)).sum(2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
+def _scatter(k, q, z, mask, noise, rate, key, dropout, block, axis_name):
+    """Softmax over latents, points last, scale folded into q; see `scatter`.
+
+    k [B, H, D, N]; q [B, H, M, D]; z [B, H, M, E]; mask of latents [B, M] or None;
+    noise a key or uniforms [B, H, M, N] or None, added as Gumbel noise to the scores,
+    times rate [B, H, N] or None. Returns y [B, H, E, N].
+    """
+    operands = k, q, z, mask, noise, rate, key
+    return _scatter_forward(*operands, dropout, block, axis_name)[0]
+
+
+def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block, axis_name):
     dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
     batch, heads, _, channels = z.shape
 
     def body(start, n, carry):
         y, log_mass = carry
-        s = dot("bhmd,bhdn->bhmn", q, cut(k, start, n), dtype)
+        s = scores(q, k, mask, noise, rate, start, n)
         top = s.max(2)
+        if mask is not None:
+            top = finite(top)
         p = jnp.exp(s - top[:, :, None])
         mass = p.sum(2)
+        if mask is not None:
+            # No latent at all: all probabilities are 0 anyway.
+            mass = jnp.where(mass > 0, mass, 1.0)
+        p = drop(p, key, dropout, start)
         part = dot("bhmd,bhmn->bhdn", z, p, dtype) / mass[:, :, None]
         return put(y, part, start), put(log_mass, top + jnp.log(mass), start)
 
@@ -44,31 +96,40 @@ def _scatter_forward(k, q, z, block, axis_name):
         zeros(k, (batch, heads, points), acc),
     )
     y, log_mass = fold(points, block_size(q, points, block), body, init)
-    return y, (k, q, z, y, log_mass)
+    return y, (k, q, z, mask, noise, rate, key, y, log_mass)
 
 
-def _scatter_backward(block, axis_name, saved, dy):
-    k, q, z, y, log_mass = saved
+def _scatter_backward(dropout, block, axis_name, saved, dy):
+    k, q, z, mask, noise, rate, key, y, log_mass = saved
     dtype, acc, points = k.dtype, log_mass.dtype, k.shape[-1]
     # Outside the loop: inside it XLA would recompute it for every latent.
     row = product_sum(y.astype(acc), dy.astype(acc), [2])
 
     def body(start, n, carry):
-        dk, dq, dz = carry
+        dk, dq, dz, drate = carry
         kk, dd = cut(k, start, n), cut(dy, start, n)
-        s = dot("bhmd,bhdn->bhmn", q, kk, dtype)
+        s = scores(q, k, mask, noise, rate, start, n)
         p = jnp.exp(s - cut(log_mass, start, n)[:, :, None])
         dp = dot("bhmd,bhdn->bhmn", z, dd, dtype)
-        ds = p * (dp - cut(row, start, n)[:, :, None])
+        ds = p * (drop(dp, key, dropout, start) - cut(row, start, n)[:, :, None])
         dk = put(dk, dot("bhmd,bhmn->bhdn", q, ds, dtype), start)
         dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)
-        return dk, dq, dz + dot("bhmn,bhdn->bhmd", p, dd, dtype)
+        dz = dz + dot("bhmn,bhdn->bhmd", drop(p, key, dropout, start), dd, dtype)
+        part = rate_gradient(ds, noise, rate, start)
+        return dk, dq, dz, None if part is None else put(drate, part, start)
 
-    init = (jnp.zeros_like(k), zeros(k, q.shape, acc), zeros(k, z.shape, acc))
-    dk, dq, dz = fold(points, block_size(q, points, block), body, init)
+    init = (
+        jnp.zeros_like(k),
+        zeros(k, q.shape, acc),
+        zeros(k, z.shape, acc),
+        None if noise is None or rate is None else jnp.zeros_like(rate),
+    )
+    dk, dq, dz, drate = fold(points, block_size(q, points, block), body, init)
     if axis_name is not None:
         dq, dz = lax.psum((dq, dz), axis_name)
-    return dk, dq.astype(q.dtype), dz.astype(z.dtype)
+    if rate is not None and drate is None:
+        drate = jnp.zeros_like(rate)
+    return dk, dq.astype(q.dtype), dz.astype(z.dtype), None, None, drate, None
 
 
 _scatter.defvjp(_scatter_forward, _scatter_backward)
@@ -82,6 +143,8 @@ def gather(
     mask: Bool[Array, "*B N"] | None = None,
     scale: float | None = None,
     axis_name: str | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
     block: int | None = None,
 ) -> tuple[Float[Array, "*B H M E"], Float[Array, "*B H M"]]:
     """Latents gather from points: z = softmax_N(scale q k^T) v.
@@ -98,12 +161,19 @@ def gather(
         scale: factor on the scores; None means 1 / sqrt(D).
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`; None
             means that this device holds all N points.
+        dropout: part of the probabilities that is set to 0, the rest being scaled up;
+            which ones depends on `key`, `block` and the sharding.
+        key: drives the dropout; None for none.
         block: points worked on at once; None chooses by shape and backend.
 
     Returns:
         z in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
         wider. A batch item without real points gets z = 0 and L = -inf.
+
+    Raises:
+        ValueError: if `dropout` is not in [0, 1).
     """
+    check_dropout(dropout)
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
@@ -115,7 +185,9 @@ def gather(
         flat(points_last(k), batch, 3),
         None if v is None else flat(points_last(v), batch, 3),
         mask,
+        shard_key(key if dropout else None, axis_name),
         False,
+        dropout,
         block,
         axis_name,
     )
@@ -129,37 +201,68 @@ def scatter(
     z: Float[Array, "*B H M E"],
     *,
     mask: Bool[Array, "*B N"] | None = None,
+    latent_mask: Bool[Array, "*B M"] | None = None,
     scale: float | None = None,
+    noise: Float[Array, "*B H N M"] | Key[Array, ""] | None = None,
+    rate: Float[Array, "*B N H"] | None = None,
     axis_name: str | None = None,
+    dropout: float = 0.0,
+    key: Key[Array, ""] | None = None,
     block: int | None = None,
 ) -> Float[Array, "*B N H E"]:
     """Points read from latents: y = softmax_M(scale k q^T) z.
 
-    Time and memory as `gather`. Each point reads for itself, so a sharded N costs
-    nothing forward; backward, one sum of H M (D + E) numbers over `axis_name`.
+    With `noise`, the scores are scale k q^T + rate g, g = -log(-log u) being Gumbel
+    noise. Time and memory as `gather`. Each point reads for itself, so a sharded N
+    costs nothing forward; backward, one sum of H M (D + E) numbers over `axis_name`.
 
     Args:
         k: keys of the points.
         q: queries of the latents, with the batch axes of `k` or none.
         z: values of the latents.
         mask: True for real points. Masked points read 0, whatever they hold.
+        latent_mask: True for latents that may be read. A point without any reads 0.
         scale: factor on the scores; None means 1 / sqrt(D).
+        noise: uniforms u, or a key to draw them block by block.
+        rate: factor on the noise of each point and head; None means 1.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
+        dropout: part of the probabilities that is set to 0, the rest being scaled up;
+            which ones depends on `key`, `block` and the sharding.
+        key: drives the dropout; None for none.
         block: points worked on at once; None chooses by shape and backend.
 
     Returns:
         What each point read, in the dtype of `k`.
+
+    Raises:
+        ValueError: if `dropout` is not in [0, 1).
     """
+    check_dropout(dropout)
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
+        rate = None if rate is None else jnp.where(mask[..., None], rate, 0)
     y: Any = _scatter(
         flat(points_last(k), batch, 3),
         flat(q * factor, batch, 3).astype(k.dtype),
         flat(z, batch, 3),
+        None if latent_mask is None else flat(latent_mask, batch, 1),
+        flat_noise(noise, batch, axis_name),
+        None if rate is None else flat(jnp.swapaxes(rate, -1, -2), batch, 2),
+        shard_key(key if dropout else None, axis_name),
+        dropout,
         block,
         axis_name,
     )
     y = points_first(y.reshape(*batch, *y.shape[1:]))
     return y if mask is None else jnp.where(mask[..., None, None], y, 0)
+
+
+def flat_noise(noise: Array | None, batch, axis_name: str | None) -> Array | None:
+    """Uniforms [*B, H, N, M] as [B, H, M, N], or a key for this shard."""
+    if noise is None:
+        return None
+    if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
+        return shard_key(noise, axis_name)
+    return flat(jnp.swapaxes(noise, -1, -2), batch, 3)

@@ -72,3 +72,24 @@ def zeros(like: Array, shape: tuple[int, ...], dtype, fill: float = 0.0) -> Arra
     seed = jnp.zeros_like(like[:, :, 0, 0], dtype) + jnp.asarray(fill, dtype)
     seed = seed.reshape(seed.shape + (1,) * (len(shape) - 2))
     return jnp.broadcast_to(seed, shape)
+
+
+def check_dropout(dropout: float) -> None:
+    """Raises ValueError if `dropout` is not in [0, 1)."""
+    if not 0 <= dropout < 1:
+        raise ValueError(f"dropout must be in [0, 1), got {dropout}.")
+
+
+def drop(p: Array, key: Array | None, dropout: float, start) -> Array:
+    """Dropout of a block that begins at point `start`: the same in both directions."""
+    if key is None:
+        return p
+    kept = jax.random.bernoulli(jax.random.fold_in(key, start), 1 - dropout, p.shape)
+    return jnp.where(kept, p / (1 - dropout), 0)
+
+
+def shard_key(key: Array | None, axis_name: str | None) -> Array | None:
+    """A key of its own for each shard of the points."""
+    if key is None or axis_name is None:
+        return key
+    return jax.random.fold_in(key, lax.axis_index(axis_name))
