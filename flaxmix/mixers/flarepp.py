@@ -89,7 +89,7 @@ class FlarePP(nnx.Module):
         self.reference_norm = reference_norm
         self.out = Linear(channels, channels, rngs=rngs)
 
-    def _synthesis(self, x):
+    def _synthesis(self, x) -> tuple[tuple, dict[str, Any]]:
         """Arguments of `ops.synthesize`, for x whose masked points are zero."""
         norm = self.plain_norm
         reference = self.reference[...]

@@ -1,5 +1,7 @@
 """Physics attention of Transolver, Transolver++ and Transolver-3 as layers."""
 
+from typing import Any
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -26,7 +28,7 @@ class _Slices(nnx.Module):
         self.value = token()
         self.out = Linear(channels, channels, rngs=rngs)
 
-    def _mix(self, k, v, *, factor=1.0, rate=None, **options):
+    def _mix(self, k, v, *, factor: Any = 1.0, rate=None, **options):
         """Mixes by slice weights softmax_M(factor rate (W_s k + b_s) + rate noise).
 
         factor is a scalar or [H]; rate [*B, N, H] or None.

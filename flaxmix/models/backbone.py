@@ -38,7 +38,7 @@ class Backbone(nnx.Module):
             output_residual=True,
             rngs=rngs,
         )
-        self.blocks = stack(block, blocks, rngs)
+        self.blocks: Any = stack(block, blocks, rngs)
         self.norm = Norm(channels, kind=norm)
         self.head = ResidualMLP(
             channels,

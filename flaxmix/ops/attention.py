@@ -104,21 +104,23 @@ def _forward(q, k, v, mask, key, causal, dropout, block, axis_name):
     safe = jnp.where(some, mass, 1.0)
     y = y / safe[..., None]
     log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
-    return (y.astype(dtype), log_mass), (q, k, v, mask, key, y, log_mass)
+    # Not the log-normaliser alone: where scores are in the hundreds, its last digit is
+    # worth 1e-5 of a probability.
+    return (y.astype(dtype), log_mass), (q, k, v, mask, key, y, finite(top), 1 / safe)
 
 
 def _backward(causal, dropout, block, axis_name, saved, cotangents):
-    q, k, v, mask, key, y, log_mass = saved
+    q, k, v, mask, key, y, top, inverse = saved
     dy, dlog = cotangents
     dtype, points = k.dtype, k.shape[-1]
     values = k if v is None else v
     row = (jnp.sum(dy.astype(y.dtype) * y, -1) - dlog)[..., None]
-    shift = finite(log_mass)[..., None]
 
     def body(start, n, carry):
         dq, dk, dv = carry
         kk, vv = cut(k, start, n), cut(values, start, n)
-        p = jnp.exp(_scores(q, k, mask, causal, start, n, points) - shift)
+        s = _scores(q, k, mask, causal, start, n, points)
+        p = jnp.exp(s - top[..., None]) * inverse[..., None]
         dp = drop(dot("bhmd,bhdn->bhmn", dy, vv, dtype), key, dropout, start)
         ds = p * (dp - row)
         dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)

@@ -17,7 +17,6 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.attention import attend, finite, flat, points_first, points_last
-from flaxmix.ops.norm import product_sum
 from flaxmix.ops.stream import (
     accumulator,
     block_size,
@@ -28,6 +27,7 @@ from flaxmix.ops.stream import (
     fold,
     put,
     shard_key,
+    softmax_gradient,
     zeros,
 )
 
@@ -77,7 +77,7 @@ def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block, axis_name)
     batch, heads, _, channels = z.shape
 
     def body(start, n, carry):
-        y, log_mass = carry
+        y, tops, inverses = carry
         s = scores(q, k, mask, noise, rate, start, n)
         top = s.max(2)
         if mask is not None:
@@ -87,31 +87,35 @@ def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block, axis_name)
         if mask is not None:
             # No latent at all: all probabilities are 0 anyway.
             mass = jnp.where(mass > 0, mass, 1.0)
+        inverse = 1 / mass
         p = drop(p, key, dropout, start)
-        part = dot("bhmd,bhmn->bhdn", z, p, dtype) / mass[:, :, None]
-        return put(y, part, start), put(log_mass, top + jnp.log(mass), start)
+        part = dot("bhmd,bhmn->bhdn", z, p, dtype) * inverse[:, :, None]
+        return put(y, part, start), put(tops, top, start), put(inverses, inverse, start)
 
     init = (
         zeros(k, (batch, heads, channels, points), dtype),
         zeros(k, (batch, heads, points), acc),
+        zeros(k, (batch, heads, points), acc),
     )
-    y, log_mass = fold(points, block_size(q, points, block), body, init)
-    return y, (k, q, z, mask, noise, rate, key, y, log_mass)
+    y, top, inverse = fold(points, block_size(q, points, block), body, init)
+    # Not their log-normaliser: where scores are in the hundreds, its last digit is
+    # worth 1e-5 of a probability.
+    return y, (k, q, z, mask, noise, rate, key, top, inverse)
 
 
 def _scatter_backward(dropout, block, axis_name, saved, dy):
-    k, q, z, mask, noise, rate, key, y, log_mass = saved
-    dtype, acc, points = k.dtype, log_mass.dtype, k.shape[-1]
-    # Outside the loop: inside it XLA would recompute it for every latent.
-    row = product_sum(y.astype(acc), dy.astype(acc), [2])
+    k, q, z, mask, noise, rate, key, top, inverse = saved
+    dtype, acc, points = k.dtype, top.dtype, k.shape[-1]
 
     def body(start, n, carry):
         dk, dq, dz, drate = carry
         kk, dd = cut(k, start, n), cut(dy, start, n)
         s = scores(q, k, mask, noise, rate, start, n)
-        p = jnp.exp(s - cut(log_mass, start, n)[:, :, None])
+        p = jnp.exp(s - cut(top, start, n)[:, :, None])
+        p = p * cut(inverse, start, n)[:, :, None]
         dp = dot("bhmd,bhdn->bhmn", z, dd, dtype)
-        ds = p * (drop(dp, key, dropout, start) - cut(row, start, n)[:, :, None])
+        dp = drop(dp, key, dropout, start)
+        ds = softmax_gradient(p, dp)
         dk = put(dk, dot("bhmd,bhmn->bhdn", q, ds, dtype), start)
         dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)
         dz = dz + dot("bhmn,bhdn->bhmd", drop(p, key, dropout, start), dd, dtype)

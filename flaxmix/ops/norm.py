@@ -34,12 +34,6 @@ def pair_sum(a: Array, b: Array, axes: Sequence[int]) -> tuple[Array, Array]:
     return lax.reduce((a, b), (zero, zero), add, axes)
 
 
-def product_sum(a: Array, b: Array, axes: Sequence[int]) -> Array:
-    """sum(a b), kept a pair so that the compiler cannot undo `pair_sum`."""
-    total, other = pair_sum(a * b, a, axes)
-    return total + 0 * other
-
-
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2, 3))
 def _standardize(x, axis, eps, center):
     return _standardize_forward(x, axis, eps, center)[0]

@@ -18,8 +18,16 @@ from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.attention import attention, flat, points_last
 from flaxmix.ops.latent import flat_noise, rate_gradient, scatter, scores
-from flaxmix.ops.norm import product_sum
-from flaxmix.ops.stream import accumulator, block_size, cut, dot, fold, put, zeros
+from flaxmix.ops.stream import (
+    accumulator,
+    block_size,
+    cut,
+    dot,
+    fold,
+    put,
+    softmax_gradient,
+    zeros,
+)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(6, 7))
@@ -36,28 +44,29 @@ def _pool_forward(k, q, v, mask, noise, rate, block, axis_name):
     dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
 
     def body(start, n, carry):
-        pooled, mass, log_mass = carry
+        pooled, mass, tops, inverses = carry
         s = scores(q, k, None, noise, rate, start, n)
         top = s.max(2)
         p = jnp.exp(s - top[:, :, None])
-        total = p.sum(2)
-        log_mass = put(log_mass, top + jnp.log(total), start)
-        p = _weights(p / total[:, :, None], mask, start, n)
+        inverse = 1 / p.sum(2)
+        p = _weights(p * inverse[:, :, None], mask, start, n)
+        tops, inverses = put(tops, top, start), put(inverses, inverse, start)
         part = dot("bhmn,bhen->bhme", p, cut(v, start, n), dtype)
-        return pooled + part, mass + p.sum(-1), log_mass
+        return pooled + part, mass + p.sum(-1), tops, inverses
 
     init = (
         zeros(k, (*q.shape[:3], v.shape[2]), acc),
         zeros(k, q.shape[:3], acc),
         zeros(k, (*q.shape[:2], points), acc),
+        zeros(k, (*q.shape[:2], points), acc),
     )
     size = block_size(q, points, block)
-    pooled, mass, log_mass = fold(points, size, body, init)
+    pooled, mass, top, inverse = fold(points, size, body, init)
     if axis_name is not None:
         packed = jnp.concatenate([pooled, mass[..., None]], -1)
         packed = lax.psum(packed, axis_name)
         pooled, mass = packed[..., :-1], packed[..., -1]
-    return (pooled, mass), (k, q, v, mask, noise, rate, log_mass)
+    return (pooled, mass), (k, q, v, mask, noise, rate, top, inverse)
 
 
 def _weights(p, mask, start, n):
@@ -65,23 +74,20 @@ def _weights(p, mask, start, n):
 
 
 def _pool_backward(block, axis_name, saved, cotangents):
-    k, q, v, mask, noise, rate, log_mass = saved
-    dtype, acc, points = k.dtype, log_mass.dtype, k.shape[-1]
+    k, q, v, mask, noise, rate, top, inverse = saved
+    dtype, acc, points = k.dtype, top.dtype, k.shape[-1]
     dpooled, dmass = cotangents
-    packed = jnp.concatenate([dpooled, dmass[..., None]], -1)
 
     def body(start, n, carry):
         dk, dq, dv, drate = carry
         vv = cut(v, start, n)
         s = scores(q, k, None, noise, rate, start, n)
-        p = jnp.exp(s - cut(log_mass, start, n)[:, :, None])
+        p = jnp.exp(s - cut(top, start, n)[:, :, None])
+        p = p * cut(inverse, start, n)[:, :, None]
         p = _weights(p, mask, start, n)
-        # The derivative by v is sum_M p d pooled; one more row holds sum_M p d mass.
-        dvv = dot("bhme,bhmn->bhen", packed, p, dtype)
-        dvv, rest = dvv[:, :, :-1], dvv[:, :, -1]
-        row = product_sum(dvv, vv.astype(acc), [2]) + rest
+        dvv = dot("bhme,bhmn->bhen", dpooled, p, dtype)
         dw = dot("bhme,bhen->bhmn", dpooled, vv, dtype) + dmass[..., None]
-        ds = p * (dw - row[:, :, None])
+        ds = softmax_gradient(p, dw)
         dk = put(dk, dot("bhmd,bhmn->bhdn", q, ds, dtype), start)
         dq = dq + dot("bhmn,bhdn->bhmd", ds, cut(k, start, n), dtype)
         part = rate_gradient(ds, noise, rate, start)

@@ -1,0 +1,443 @@
+"""The mixers and models of the comparison: each against its oracle, and what all of
+them share."""
+
+import functools
+
+import chex
+import jax
+import jax.flatten_util
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
+
+from flaxmix import mixers, models
+
+import baseline_oracles as mixer_oracles
+import model_oracles
+from closeness import assert_close
+
+# All different, so that no axis can be taken for another.
+C, H, D, M, N, INPUTS, OUTPUTS = 24, 3, 8, 5, 12, 4, 2
+
+# Of outputs after tens of sums of 24 terms; gradients besides.
+TIGHT = 1e-12
+ERROR = 128 * 2**-23
+# A rounding to 8 or 11 bits after each of some tens of steps; models are deeper.
+HALF = {jnp.bfloat16: 24 * 2**-8, jnp.float16: 24 * 2**-11}
+
+
+class Packed(nnx.Module):
+    """Luna's attention with a packed sequence of its own; both results in one."""
+
+    def __init__(self, channels, *, heads, latents, rngs):
+        self.mixer = mixers.LunaAttention(channels, heads=heads, rngs=rngs)
+        self.packed = nnx.Param(jax.random.normal(rngs.params(), (latents, channels)))
+
+    def __call__(self, x, *, mask=None, axis_name=None):
+        p = self.packed[...].astype(x.dtype)
+        p = jnp.broadcast_to(p, (*x.shape[:-2], *p.shape))
+        y, packed = self.mixer(x, p, mask=mask, axis_name=axis_name)
+        return y + packed.mean(-2, keepdims=True)
+
+
+class Placed(nnx.Module):
+    """Anchor attention with the first three channels as coordinates."""
+
+    def __init__(self, channels, *, heads, latents, rngs):
+        self.mixer = mixers.AnchorAttention(
+            channels, heads=heads, latents=latents, coordinate_scale=7.0, rngs=rngs
+        )
+
+    def __call__(self, x, *, mask=None, axis_name=None, anchors=None):
+        return self.mixer(
+            x, coords=x[..., :3], mask=mask, axis_name=axis_name, anchors=anchors
+        )
+
+
+def packed_oracle(p, x, mask, module):
+    packed = np.broadcast_to(p["packed"], (*x.shape[:-2], *p["packed"].shape))
+    y, out = mixer_oracles.luna_attention(p["mixer"], x, packed, mask, heads=H)
+    return y + out.mean(-2, keepdims=True)
+
+
+def anchors_of(mixer, x, mask):
+    """Anchors and which of them count, as the module draws them."""
+    anchors, real = mixer.draw(x.shape[-2], mask=jnp.asarray(mask))
+    anchors = np.broadcast_to(anchors, (*x.shape[:-2], anchors.shape[-1]))
+    return {"anchors": anchors, "anchor_mask": None if real is None else np.array(real)}
+
+
+def placed_oracle(p, x, mask, module):
+    given = anchors_of(module.mixer, x, mask)
+    return mixer_oracles.anchor_attention(
+        p["mixer"], x, mask, heads=H, coords=x[..., :3], coordinate_scale=7.0, **given
+    )
+
+
+def abupt_oracle(p, x, mask, module):
+    given = anchors_of(module.blocks.mixer, x, mask)
+    options = {"columns": (0, 2), "coordinate_scale": 7.0, "kind": module.norm.kind}
+    return model_oracles.abupt(p, x, mask, heads=H, **options, **given)
+
+
+def simple(oracle, **options):
+    return lambda p, x, mask, module: oracle(p, x, mask, heads=H, **options)
+
+
+def gnot_oracle(p, x, mask, module):
+    pos = None if module.grid is None else model_oracles.grid_distances(module.grid)
+    return model_oracles.gnot(p, x, mask, heads=H, pos=pos)
+
+
+def backbone_oracle(p, x, mask, module):
+    mixer = functools.partial(mixer_oracles.transolver, heads=H)
+    return model_oracles.surrogate(p, x, mask, mixer=mixer, kind="rms")
+
+
+SIZES = {"heads": H, "latents": M}
+# Three blocks: a loop of two is unrolled, and compiles longer.
+DEEP = {"channels": C, "blocks": 3, "io_layers": 1, **SIZES}
+ABLATIONS = {
+    "ablated": {},
+    "ablated_all": {
+        "seed_norm": True,
+        "synthesis_key_norm": "affine",
+        "synthesis_value_norm": "affine",
+        "reference_norm": "affine",
+        "query_norm": "affine",
+        "key_norm": True,
+        "gate": "raw",
+        "share": False,
+    },
+    "ablated_bare": {
+        "seed_norm": False,
+        "synthesis_key_norm": False,
+        "synthesis_value_norm": False,
+        "query_norm": True,
+        "key_norm": False,
+        "gate": None,
+    },
+}
+FLAREPP = {
+    "seed_norm": "affine",
+    "synthesis_key_norm": True,
+    "synthesis_value_norm": True,
+    "reference_norm": True,
+    "key_norm": "affine",
+    "gate": "sigmoid",
+    "share": True,
+}
+
+
+def mixer(kind, **options):
+    return lambda: kind(C, **SIZES, **options, rngs=nnx.Rngs(0))
+
+
+def model(kind, **options):
+    return lambda: kind(INPUTS, OUTPUTS, **DEEP | options, rngs=nnx.Rngs(0))
+
+
+def gnot(**options):
+    sizes = {"channels": C, "blocks": 3, "heads": H, "experts": 3}
+    return lambda: models.GNOT(INPUTS, OUTPUTS, **sizes, **options, rngs=nnx.Rngs(0))
+
+
+def backbone():
+    inner = functools.partial(mixers.Transolver, **SIZES)
+    sizes = {"channels": C, "blocks": 3, "io_layers": 1, "norm": "rms"}
+    return models.Surrogate(
+        INPUTS, OUTPUTS, **sizes, mixer=inner, rngs=nnx.Rngs(0)
+    )
+
+
+CASES = {
+    "transolver": (mixer(mixers.Transolver), simple(mixer_oracles.transolver)),
+    "transolver_free": (
+        mixer(mixers.Transolver, clamp=False),
+        simple(mixer_oracles.transolver, clamp=False),
+    ),
+    "transolver3": (mixer(mixers.Transolver3), simple(mixer_oracles.transolver3)),
+    "transolverpp": (mixer(mixers.TransolverPP), simple(mixer_oracles.transolverpp)),
+    "luna_attention": (mixer(Packed), packed_oracle),
+    "anchors": (mixer(Placed), placed_oracle),
+    "induced": (
+        mixer(mixers.InducedAttention),
+        simple(mixer_oracles.induced_attention),
+    ),
+    **{
+        name: (
+            mixer(mixers.AblatedFlarePP, **options),
+            simple(mixer_oracles.ablated_flarepp, **FLAREPP | options),
+        )
+        for name, options in ABLATIONS.items()
+    },
+    "ablated_rms": (
+        mixer(mixers.AblatedFlarePP, norm="rms"),
+        simple(mixer_oracles.ablated_flarepp, **FLAREPP, kind="rms"),
+    ),
+    "backbone": (backbone, backbone_oracle),
+    "luna": (model(models.Luna), simple(model_oracles.luna)),
+    "abupt": (
+        model(models.ABUPT, coordinates=(0, 2), coordinate_scale=7.0),
+        abupt_oracle,
+    ),
+    "set_transformer": (
+        model(models.SetTransformer, norm="rms"),
+        simple(model_oracles.set_transformer, kind="rms"),
+    ),
+    "perceiver_io": (
+        model(models.PerceiverIO),
+        simple(model_oracles.perceiver_io),
+    ),
+    "lno": (model(models.LNO), simple(model_oracles.lno)),
+    "gnot": (gnot(), gnot_oracle),
+    "gnot_grid": (gnot(grid=(3, 4)), gnot_oracle),
+}
+# One of each kind, for what does not depend on options.
+KINDS = [
+    name
+    for name in CASES
+    if name not in ("transolver_free", "ablated_all", "ablated_bare", "ablated_rms")
+]
+MODELS = KINDS[KINDS.index("backbone") :]
+
+
+def features(name):
+    return INPUTS if name in MODELS else C
+
+
+@functools.cache
+def randomized(name):
+    """A module none of whose parameters is at a special value, in NumPy."""
+    graph, params = nnx.split(jax.jit(CASES[name][0])(), nnx.Param)
+    rng = np.random.default_rng(0)
+
+    def shift(path, x):
+        # Temperatures stay well above 0, where scores would have no bound.
+        part = 0.02 if path[-2].key in ("temperature", "offset") else 0.2
+        x = np.asarray(x) + part * rng.normal(size=x.shape)
+        return x.astype(np.float32)
+
+    return graph, jax.tree.map_with_path(shift, params)
+
+
+def module(name, dtype=jnp.float32):
+    graph, params = randomized(name)
+    return nnx.merge(graph, jax.tree.map(lambda x: jnp.asarray(x, dtype), params))
+
+
+def numpy_params(name):
+    _, params = randomized(name)
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), nnx.to_pure_dict(params))
+
+
+def inputs(name, batch=(2,), *, n=N, dtype=jnp.float32):
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(*batch, n, features(name))).astype(np.float32)
+    mask = rng.random((*batch, n)) < 0.7
+    mask[..., :2] = True
+    return jnp.asarray(x, dtype), jnp.asarray(mask)
+
+
+@jax.jit
+def apply(module, x, mask):
+    return module(x, mask=mask)
+
+
+@jax.jit
+def value_and_grads(module, x, mask):
+    """Outputs, and gradients of a loss on the real points, in one vector."""
+    y, back = jax.vjp(lambda module, x: module(x, mask=mask), module, x)
+    dmodule, dx = back(jnp.where(mask[..., None], jnp.cos(y), 0))
+    # Some gradients are zero by analysis: all are compared with the largest.
+    return y, jax.flatten_util.ravel_pytree(dmodule)[0], dx
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_matches_formula(name):
+    with jax.enable_x64(True):
+        layer = module(name, jnp.float64)
+        x, mask = inputs(name, dtype=jnp.float64)
+        y = apply(layer, x, mask)
+        assert y.dtype == jnp.float64
+        oracle, p = CASES[name][1], numpy_params(name)
+        real = np.asarray(mask)
+        expected = oracle(p, np.asarray(x), real, layer)
+        assert_close(y[mask], expected[real], error=TIGHT)
+        # And a mask of ones is no mask.
+        whole = np.ones_like(real)
+        expected = apply(layer, x, jnp.asarray(whole))
+        assert_close(jax.jit(lambda m, x: m(x))(layer, x), expected, error=TIGHT)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_masked_points_never_matter(name):
+    layer = module(name)
+    x, mask = inputs(name)
+
+    def result(fill, mask):
+        y, grads, dx = value_and_grads(layer, jnp.where(mask[..., None], x, fill), mask)
+        return y[mask], grads, dx
+
+    # The second time, an item is all padding.
+    for real in (mask, mask.at[1].set(False)):
+        expected = result(0.0, real)
+        assert np.any(expected[1]) and not np.any(expected[2][~real])
+        for fill in (1.0, np.nan, np.inf):
+            assert_close(result(fill, real), expected, error=0.0)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_padding_and_any_batch(name):
+    if name == "gnot_grid":
+        pytest.skip("its points are those of a grid")
+    layer = module(name)
+    x, mask = inputs(name, (2, 3))
+    y = apply(layer, x, mask)
+    single = apply(layer, x[1, 2], mask[1, 2])
+    assert_close(y[1, 2], single, error=ERROR)
+    # Real points first, then none at all after them.
+    order = np.argsort(~np.asarray(mask[0, 0]), kind="stable")
+    count = int(mask[0, 0].sum())
+    cut = x[0, 0, order[:count]]
+    expected = apply(layer, cut, None)
+    assert expected.shape == (count, y.shape[-1])
+    longer = jnp.concatenate([cut, jnp.full((N - count, cut.shape[-1]), jnp.nan)])
+    actual = apply(layer, longer, jnp.arange(N) < count)
+    assert_close(actual[:count], expected, error=ERROR)
+    # One point is a mesh, too.
+    assert np.isfinite(apply(layer, x[0, 0, :1], None)).all()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_points_are_a_set_and_items_are_alone(name):
+    layer = module(name)
+    x, _ = inputs(name)
+    mask = jnp.ones(x.shape[:-1], bool)
+    order = np.random.default_rng(1).permutation(N)
+    given, moved = {}, {}
+    if name in ("anchors", "abupt"):
+        given = {"anchors": jnp.asarray([7, 0, 11, 4, 3])}
+        moved = {"anchors": jnp.asarray(np.argsort(order)[given["anchors"]])}
+    if name == "gnot_grid":
+        pos = jnp.asarray(model_oracles.grid_distances((3, 4)), jnp.float32)
+        given, moved = {"pos": pos}, {"pos": pos[order]}
+    run = jax.jit(lambda layer, x, given: layer(x, mask=mask, **given))
+    y = run(layer, x, given)
+    assert_close(run(layer, x[:, order], moved), y[:, order], error=ERROR)
+    other = run(layer, x.at[1].set(7.0), given)
+    assert_close(other[0], y[0], error=0.0)
+    assert np.abs(other[1] - y[1]).max() > 1e-3
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_keeps_the_dtype(name):
+    layer = module(name)
+    x, mask = inputs(name)
+    # The values that half precision can hold.
+    x = x.astype(jnp.bfloat16).astype(jnp.float32)
+    expected = apply(layer, x, mask)
+    for dtype, error in HALF.items():
+        y = apply(layer, x.astype(dtype), mask)
+        assert y.dtype == dtype
+        assert_close(y, expected, error=error)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_large_inputs_stay_finite(name):
+    layer = module(name)
+    x, mask = inputs(name)
+    chex.assert_tree_all_finite(value_and_grads(layer, 1e4 * x, mask))
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_shards_equal_one_device(name):
+    """Values, and gradients of every parameter and of x, in float64."""
+    with jax.enable_x64(True):
+        layer = module(name, jnp.float64)
+        x, mask = inputs(name, dtype=jnp.float64)
+        # The last of four shards is all padding.
+        mask = mask.at[:, 9:].set(False)
+
+        def loss(layer, x, mask, axis_name=None):
+            y = layer(x, mask=mask, axis_name=axis_name)
+            total = jnp.sum(jnp.where(mask[..., None], jnp.sin(y), 0))
+            return total if axis_name is None else jax.lax.psum(total, axis_name)
+
+        points = P(None, "context")
+        sharded = jax.shard_map(
+            functools.partial(loss, axis_name="context"),
+            mesh=jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,)),
+            in_specs=(P(), points, points),
+            out_specs=P(),
+        )
+
+        def run(f):
+            f = jax.jit(jax.value_and_grad(f, argnums=(0, 1)))
+            value, (dlayer, dx) = f(layer, x, mask)
+            return value, jax.flatten_util.ravel_pytree(dlayer)[0], dx
+
+        assert_close(run(sharded), run(loss), error=TIGHT)
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_one_trace_a_shape_and_only_parameters(name):
+    chex.clear_trace_counter()
+    layer = module(name)
+    f = jax.jit(chex.assert_max_traces(lambda layer, x: layer(x), n=1))
+    x, _ = inputs(name)
+    for scale in (1, 2, 3):
+        f(layer, scale * x)
+    state = nnx.state(nnx.eval_shape(CASES[name][0]))
+    leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
+    assert leaves and {type(leaf) for leaf in leaves} == {nnx.Param}
+    assert {x.dtype for x in jax.tree.leaves(state)} == {jnp.dtype(jnp.float32)}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_remat_changes_nothing_and_depth_is_scanned(name):
+    layer = module(name)
+    x, mask = inputs(name)
+    again = module(name)
+    again.remat = True
+    actual, expected = value_and_grads(again, x, mask), value_and_grads(layer, x, mask)
+    assert_close(actual, expected, error=ERROR)
+    text = str(jax.make_jaxpr(lambda m, x: m(x))(again, x))
+    assert "remat" in text and "scan" in text
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_blocks_compute_in_the_given_dtype(name):
+    layer = module(name)
+    x, mask = inputs(name)
+    low = module(name)
+    low.dtype = jnp.dtype(jnp.bfloat16)
+    y, expected = apply(low, x, mask), apply(layer, x, mask)
+    assert y.dtype == jnp.float32 and np.any(y != expected)
+    assert_close(y, expected, error=HALF[jnp.bfloat16])
+    closed = jax.make_jaxpr(lambda m, x: m(x))(low, x)
+    scans = [e for e in closed.jaxpr.eqns if e.primitive.name == "scan"]
+    # Loops over blocks of points are no scans: they carry integers, too.
+    carried = [{v.aval.dtype for v in e.outvars} for e in scans]
+    assert {jnp.dtype(jnp.bfloat16)} in carried
+
+
+@pytest.mark.parametrize("heads", [5, 0])
+@pytest.mark.parametrize("name", KINDS)
+def test_heads_must_divide_channels(name, heads, monkeypatch):
+    monkeypatch.setitem(SIZES, "heads", heads)
+    monkeypatch.setitem(DEEP, "heads", heads)
+    make = CASES[name][0]
+    if name.startswith("gnot"):
+        make = lambda: models.GNOT(
+            2, 1, channels=C, blocks=1, heads=heads, rngs=nnx.Rngs(0)
+        )
+    if name == "backbone":
+        inner = functools.partial(mixers.Transolver3, heads=heads, latents=M)
+        make = lambda: models.Surrogate(
+            2, 1, channels=C, blocks=1, mixer=inner, rngs=nnx.Rngs(0)
+        )
+    with pytest.raises(ValueError, match=f"heads={heads} must divide channels={C}"):
+        make()
