@@ -3,10 +3,12 @@ them share."""
 
 import functools
 
+import baseline_oracles as mixer_oracles
 import chex
 import jax
 import jax.flatten_util
 import jax.numpy as jnp
+import model_oracles
 import numpy as np
 import pytest
 from flax import nnx
@@ -14,8 +16,6 @@ from jax.sharding import AxisType, PartitionSpec as P
 
 from flaxmix import mixers, models
 
-import baseline_oracles as mixer_oracles
-import model_oracles
 from closeness import assert_close
 
 # All different, so that no axis can be taken for another.
@@ -147,9 +147,7 @@ def gnot(**options):
 def backbone():
     inner = functools.partial(mixers.Transolver, **SIZES)
     sizes = {"channels": C, "blocks": 3, "io_layers": 1, "norm": "rms"}
-    return models.Surrogate(
-        INPUTS, OUTPUTS, **sizes, mixer=inner, rngs=nnx.Rngs(0)
-    )
+    return models.Surrogate(INPUTS, OUTPUTS, **sizes, mixer=inner, rngs=nnx.Rngs(0))
 
 
 CASES = {

@@ -12,7 +12,7 @@ from flaxmix.data import darcy
 from flaxmix.parameters import with_parameters
 from train import config as configs, loop, pde
 from train.config import DarcyConfig, ModelConfig, OptimizerConfig, PDEConfig
-from train.step import train_step
+from train.step import noise_key, train_step
 from train.task import plan
 
 CHANGES = {
@@ -20,7 +20,7 @@ CHANGES = {
     "data.train": 6,
     "data.test": 5,
     "data.stride": 2,
-    "model.mixer": "simplified_flarepp",
+    "model.name": "simplified_flarepp",
     "model.channels": 16,
     "model.blocks": 3,
     "model.heads": 4,
@@ -29,11 +29,13 @@ CHANGES = {
     "model.mlp_layers": 1,
     "model.io_layers": 1,
     "model.norm": "rms",
+    "model.dropout": 0.1,
     "model.options": {"share": False},
     "model.remat": True,
     "model.dtype": "bfloat16",
     "optimizer.learning_rate": 2e-3,
     "optimizer.weight_decay": 1e-2,
+    "optimizer.decay": "reference",
     "optimizer.warmup": 0.2,
     "optimizer.initial_division": 10.0,
     "optimizer.final_division": 10.0,
@@ -54,6 +56,8 @@ CHANGES = {
     "steps_per_call": 2,
     "devices": 2,
 }
+# The rules differ in parameters that this model has.
+BASES = {"optimizer.decay": ("model.name", "transolver")}
 ELSEWHERE = {
     "data.name": "chosen by the class of the data config",
     "data.resolution": "of generated data, in test_generation_fields",
@@ -100,9 +104,10 @@ def signature(config):
     step = lambda state, batch: train_step(
         state,
         batch,
-        loss_fn=lambda p, b: task.loss(with_parameters(layout.model, p), b),
+        loss_fn=lambda p, b, key: task.loss(with_parameters(layout.model, p), b, key),
         optimizer=layout.optimizer,
         ema=config.optimizer.ema,
+        key=noise_key(config.seed),
     )
     sizes = [b["x"].shape for b, _ in task.predictor.batches(task.dataset.test, 1)]
     return (
@@ -150,6 +155,9 @@ def test_a_field_changes_what_is_computed(config, before, path):
     value = CHANGES[path]
     if path == "data.folder":
         value = config.data.folder.parent / value
+    if path in BASES:
+        config = changed(config, *BASES[path])
+        before = signature(config)
     after = signature(changed(config, path, value))
     assert after != before
     # And only a change of numbers makes a run another one.

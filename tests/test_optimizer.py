@@ -1,17 +1,20 @@
 import json
 import pathlib
+import typing
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from flax import nnx
 
 from flaxmix import interop, losses
 from flaxmix.parameters import named_parameters, with_parameters
-from train.config import OptimizerConfig
+from train.config import ModelConfig, ModelName, OptimizerConfig
+from train.models import make_model
 from train.optimizer import decayed, make_optimizer, one_cycle
-from train.step import init_state, train_step
+from train.step import init_state, noise_key, train_step
 
 from closeness import assert_close
 
@@ -78,13 +81,18 @@ def test_five_steps_match_reference():
         optimizer = make_optimizer(config, meta["T"], names)
         state = init_state(named_parameters(model), optimizer)
 
-        def loss_fn(params, batch):
+        def loss_fn(params, batch, key):
             prediction = with_parameters(model, params)(batch["x"])
             return losses.relative_l2(prediction, batch["y"]).mean()
 
         step = jax.jit(
             lambda state, batch: train_step(
-                state, batch, loss_fn=loss_fn, optimizer=optimizer, ema=0.999
+                state,
+                batch,
+                loss_fn=loss_fn,
+                optimizer=optimizer,
+                ema=0.999,
+                key=noise_key(0),
             )
         )
         reference = lambda params: interop.to_reference(with_parameters(model, params))
@@ -93,7 +101,7 @@ def test_five_steps_match_reference():
                 "x": jnp.asarray(arrays["x"][k]),
                 "y": jnp.asarray(arrays["target"][k]),
             }
-            grads = jax.grad(loss_fn)(state.params, batch)
+            grads = jax.grad(loss_fn)(state.params, batch, None)
             raw = load(f"step{k}/raw_grad/")
             assert_close(reference(grads), raw, error=1e-10)
             state, metrics = step(state, batch)
@@ -106,16 +114,36 @@ def test_five_steps_match_reference():
         assert_close(reference(state.average), load("ema_after_step5/"), error=1e-9)
 
 
-def test_decay_groups_match_reference():
+def flags(model, rule):
+    """Whether each entry of each parameter is decayed, by the authors' names."""
+    params = named_parameters(model)
+    groups = decayed(list(params), rule)
+    arrays = {name: np.full(a.shape, groups[name]) for name, a in params.items()}
+    return interop.to_reference(with_parameters(model, arrays))
+
+
+def test_decay_groups_of_the_run_match_reference():
     model, meta, _, _ = adamw_run()
-    groups = decayed(list(named_parameters(model)))
-    flags = {
-        name: np.full(a.shape, groups[name])
-        for name, a in named_parameters(model).items()
-    }
-    for name, flag in interop.to_reference(with_parameters(model, flags)).items():
-        assert flag.all() == (meta["groups"][name] == "decay"), name
-        assert flag.all() == flag.any()
+    for rule in ("matrices", "reference"):
+        for name, flag in flags(model, rule).items():
+            assert flag.all() == flag.any() == (meta["groups"][name] == "decay"), name
+
+
+@pytest.mark.parametrize("name", sorted(p.stem for p in FILE.parent.glob("[bm]*.npz")))
+def test_decay_groups_match_reference(name):
+    with np.load(FILE.parent / f"{name}.npz") as file:
+        meta = json.loads(str(file["meta"]))
+        arrays = {
+            k.removeprefix("param/"): file[k]
+            for k in file.files
+            if k.startswith("param/")
+        }
+    found = flags(interop.from_reference(meta, arrays), "reference")
+    groups = meta["adamw_groups"]
+    assert set(found) - {"rope.omega"} == set(groups)  # but for a buffer
+    for key, group in groups.items():
+        flag = found[key]
+        assert flag.all() == flag.any() == (group == "decay"), key
 
 
 def test_a_parameter_without_decay_rule_is_an_error():
@@ -123,15 +151,29 @@ def test_a_parameter_without_decay_rule_is_an_error():
         decayed(["a.kernel", "a.slope"])
 
 
-def test_zero_gradients_move_matrices_only():
-    model, _, _, _ = adamw_run()
-    params = named_parameters(model)
-    optimizer = make_optimizer(OptimizerConfig(weight_decay=1e-2), 5, list(params))
+@pytest.mark.parametrize("rule", ["matrices", "reference"])
+@pytest.mark.parametrize("name", typing.get_args(ModelName))
+def test_zero_gradients_move_what_decays_alone(name, rule):
+    sizes = ModelConfig(name=name, channels=8, blocks=2, heads=2, latents=3)
+    make = lambda: make_model(sizes, (2, 1), jax.random.key(0))
+    shapes = named_parameters(nnx.eval_shape(make))
+    params = {name: jnp.ones(a.shape) for name, a in shapes.items()}
+    config = OptimizerConfig(weight_decay=1e-2, decay=rule)
+    optimizer = make_optimizer(config, 5, list(params))
     zero = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zero, optimizer.init(params), params)
-    for name, update in updates.items():
-        moves = name.endswith("kernel") and bool(params[name].any())
-        assert bool(update.any()) == moves, name
+    moved = {n.rpartition(".")[2] for n, update in updates.items() if update.any()}
+    extra = {
+        "transolver": {"temperature"},
+        "transolver3": {"temperature"},
+        "set_transformer": {"inducing"},
+        "gnot": {"placeholder"},
+    }
+    assert moved == {"kernel"} | (
+        extra.get(name, set()) if rule != "matrices" else set()
+    )
+    still = {n.rpartition(".")[2] for n in params} - moved
+    assert {"bias", "scale"} <= still
 
 
 def test_clipping_limits_the_norm():

@@ -249,7 +249,9 @@ def test_interop_rejects():
         interop.to_reference(Linear(2, 3, rngs=nnx.Rngs(0)))
 
 
-@pytest.mark.parametrize("name", ["mixer_transolverpp", "model_backbone_transolverpp_ln"])
+@pytest.mark.parametrize(
+    "name", ["mixer_transolverpp", "model_backbone_transolverpp_ln"]
+)
 def test_no_noise_without_a_key(name):
     with jax.enable_x64(True):
         _, arrays, module, inputs, _ = load_case(name, jnp.float64)

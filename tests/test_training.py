@@ -126,9 +126,12 @@ loop.run(conf, dataclasses.replace(task, batches=batches))
 """
 
 
-@pytest.mark.parametrize("workers", [0, 2])
-def test_five_steps_killed_and_resumed_equal_ten_bitwise(config, tmp_path, workers):
+@pytest.mark.parametrize("workers,dropout", [(0, 0.0), (2, 0.2)])
+def test_five_steps_killed_and_resumed_equal_ten_bitwise(
+    config, tmp_path, workers, dropout
+):
     config = dataclasses.replace(config, steps_per_call=1, validation=2, batch=3)
+    config = changed(config, "model.dropout", dropout)
     whole = dataclasses.replace(config, run=tmp_path / "whole")
     train(whole)
     configs.write(config, tmp_path / "killed.json")
@@ -156,6 +159,21 @@ def test_a_finished_run_does_nothing(trained, capsys):
     assert before == after
     assert results == json.loads((trained.run / "results.json").read_text())
     assert "is finished" in capsys.readouterr().out
+
+
+def test_dropout_is_for_training_alone(config):
+    config = changed(config, "model.dropout", 0.5)
+    task = pde.make_task(config)
+    model, mesh = task.init(jax.random.key(0)), parallel.make_mesh(data=1)
+    assert task.evaluate(model, mesh) == task.evaluate(model, mesh)
+    plain = pde.make_task(changed(config, "model.dropout", 0.0))
+    same = plain.init(jax.random.key(0))
+    assert task.evaluate(model, mesh) == plain.evaluate(same, mesh)
+    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1)))
+    first, again, other = (
+        float(task.loss(model, batch, jax.random.key(i))) for i in (0, 0, 1)
+    )
+    assert first == again != other
 
 
 def test_several_steps_a_call_give_the_same_numbers(config, tmp_path):
@@ -243,8 +261,8 @@ def test_the_best_checkpoint_is_kept(config):
 def test_a_run_of_another_config_is_refused(trained):
     with pytest.raises(ValueError, match="model.channels: 8 became 16"):
         train(changed(trained, "model.channels", 16))
-    with pytest.raises(ValueError, match="model.mixer: 'flarepp' became 'flare'"):
-        train(changed(trained, "model.mixer", "flare"))
+    with pytest.raises(ValueError, match="model.name: 'flarepp' became 'flare'"):
+        train(changed(trained, "model.name", "flare"))
     with pytest.raises(ValueError, match="seed: 0 became 1"):
         train(changed(trained, "seed", 1))
 
@@ -393,10 +411,15 @@ def test_data_may_move(trained, files, tmp_path):
         ("validation", 8, "cannot hold out 8 of 8"),
         ("data.train", 9, "9"),
         ("data.stride", 3, "3"),
-        ("model.options", {"gate_logits": 1.0}, "'gate_logits'.*'gate_logit'"),
+        (
+            "model.options",
+            {"gate_logits": 1.0},
+            "flarepp has .*'gate_logits'.*'gate_logit'",
+        ),
         ("model.options", {"gate_logit": True}, "gate_logit=True is no"),
         ("model.options", {"share": 3}, "share=3 is no"),
         ("model.options", {"gate_logit": np.nan}, "gate_logit=nan is not finite"),
+        ("model", ModelConfig(name="lno", dropout=0.1), "lno has no dropout"),
         ("data.folder", Path("nowhere"), "nowhere"),
     ],
 )
@@ -442,7 +465,7 @@ def test_evaluate_rebuilds_a_run_from_its_folder(trained, tmp_path, capsys):
 
 
 def test_evaluate_compares_runs(trained, tmp_path, capsys):
-    flare = changed(trained, "model.mixer", "flare")
+    flare = changed(trained, "model.name", "flare")
     flare = dataclasses.replace(flare, run=tmp_path / "flare")
     train(flare)
     evaluate.main([flare.run, trained.run])

@@ -9,7 +9,6 @@ from jaxtyping import Array, Float
 
 from flaxmix.ops.affine import scale_and_shift
 
-
 Init = Literal["normal", "identity", "uniform"]
 
 

@@ -19,7 +19,7 @@ Gate = Literal["sigmoid", "raw"]
 
 
 class AblatedFlarePP(nnx.Module):
-    """FLARE++ (arXiv:2608.11519), each of whose norms, biases and parts can be left out.
+    """FLARE++ (arXiv:2608.11519) with norms, biases and parts that can be left out.
 
         k0 = N(K0 x),  v0 = N(V0 x),  q = softmax_N(N(seeds) k0^T / sqrt(D)) v0
         with a gate:  q = N(reference) + w q,  w = sigmoid(gate) or gate itself
