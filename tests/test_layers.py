@@ -77,7 +77,7 @@ PLAIN = """
 import jax.numpy as jnp
 from flax import nnx
 from flaxmix import losses, mixers
-from flaxmix.layers import Linear
+from flaxmix.layers import Linear, ResidualMLP
 
 def error(call):
     try:
@@ -92,6 +92,13 @@ error(lambda: layer(jnp.ones((2, 3), jnp.int32)))
 error(lambda: mixer(y, mask=jnp.ones((2, 5))))
 error(lambda: mixer(y, mask=jnp.ones(5, bool)))
 error(lambda: losses.relative_l2(y, y[..., :1]))
+make = lambda **options: mixers.AblatedFlarePP(
+    4, heads=2, latents=3, **options, rngs=nnx.Rngs(0)
+)
+error(lambda: make(gate="other"))
+error(lambda: make(seed_norm="other"))
+error(lambda: Linear(3, 4, init="other", rngs=nnx.Rngs(0)))
+error(lambda: ResidualMLP(3, 4, 2, activation="other", rngs=nnx.Rngs(0)))
 """
 
 
@@ -105,6 +112,10 @@ def test_what_the_type_checker_finds_in_tests_is_refused_without_it():
         f"{mask} float32 of shape (2, 5).",
         f"{mask} bool of shape (5,).",
         "prediction has shape (2, 5, 4), target (2, 5, 1).",
+        "gate must be None, 'sigmoid' or 'raw', got 'other'.",
+        "seed_norm must be True, False or 'affine', got 'other'.",
+        "init must be 'normal', 'identity' or 'uniform', got 'other'.",
+        "activation must be 'tanh' or 'exact', got 'other'.",
     ]
 
 

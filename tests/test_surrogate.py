@@ -11,7 +11,7 @@ import pytest
 from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
 
-from flaxmix import mixers
+from flaxmix import mixers, models
 from flaxmix.models import Surrogate, apply_stack, stack
 
 from closeness import assert_close
@@ -268,10 +268,15 @@ def test_initialisation():
 
 
 def count(kind, *, sizes=None, heads=8, **options):
-    mixer = functools.partial(kind, heads=heads, **(sizes or {}))
     options = {"outputs": 1, "channels": 128} | options
-    build = lambda: nnx.state(Surrogate(**options, mixer=mixer, rngs=nnx.Rngs(0)))
-    return sum(x.size for x in jax.tree.leaves(nnx.eval_shape(build)))
+    sizes = {"heads": heads, **(sizes or {})}
+    if kind in (models.Luna, models.ABUPT, models.SetTransformer):
+        build = functools.partial(kind, **sizes, **options)
+    else:
+        mixer = functools.partial(kind, **sizes)
+        build = functools.partial(Surrogate, mixer=mixer, **options)
+    state = nnx.eval_shape(lambda: nnx.state(build(rngs=nnx.Rngs(0))))
+    return sum(x.size for x in jax.tree.leaves(state))
 
 
 # inputs, blocks, latents.
@@ -287,6 +292,13 @@ COUNTS = {
     mixers.Flare: (1093121, 1158785, 1093121, 348161, 596609),
     mixers.FlarePP: (1291329, 1422529, 1291329, 397713, 695713),
     mixers.SimplifiedFlarePP: (1357825, 1423489, 1357825, 414337, 728961),
+    mixers.AblatedFlarePP: (1291329, 1422529, 1291329, 397713, 695713),
+    mixers.Transolver: (1042497, 1051329, 1042497, 335505, 571297),
+    mixers.TransolverPP: (919625, 937673, 919625, 304787, 509861),
+    mixers.Transolver3: (1042497, 1051329, 1042497, 335505, 571297),
+    models.Luna: (1566209, 1574529, 1566209, 472577, 837249),
+    models.SetTransformer: (1761793, 1827457, 1761793, 515329, 930945),
+    models.ABUPT: (1159681, 1159809, 1159681, 364801, 629889),
 }
 
 
@@ -295,6 +307,7 @@ COUNTS = {
 def test_parameter_counts_of_the_study(task, kind):
     inputs, blocks, latents = TASKS[task]
     sizes = {} if kind is mixers.SelfAttention else {"latents": latents}
+    sizes |= {"coordinates": range(inputs)} if kind is models.ABUPT else {}
     expected = COUNTS[kind][list(TASKS).index(task)]
     assert count(kind, sizes=sizes, inputs=inputs, blocks=blocks) == expected
 
@@ -316,9 +329,13 @@ def test_parameter_count_of_the_original_study():
         (mixers.FlarePP, 64, 1815361),
         (mixers.FlarePP, 128, 1946433),
         (mixers.FlarePP, 256, 2208577),
+        (mixers.Transolver3, 64, 1566785),
+        (mixers.Transolver3, 128, 1575489),
+        (mixers.Transolver3, 256, 1592897),
     ],
 )
 def test_parameter_counts_with_rms_norm(kind, latents, expected):
-    sizes = {"norm": "rms"} | ({} if latents is None else {"latents": latents})
+    sizes = {} if latents is None else {"latents": latents}
+    sizes |= {} if kind is mixers.Transolver3 else {"norm": "rms"}
     options = {"inputs": 3, "blocks": 8, "norm": "rms", "mlp_ratio": 4.0}
     assert count(kind, sizes=sizes, **options) == expected
