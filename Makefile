@@ -6,8 +6,8 @@ PY := $(VENV)/bin/python
 
 # Trains FLARE and FLARE++ alike on a generated data set and compares them.
 quickstart: $(VENV)/.base
-	$(PY) -m train.pde configs/pde/elasticity_small.py --model.mixer flare --run runs/quickstart/flare
-	$(PY) -m train.pde configs/pde/elasticity_small.py --model.mixer flarepp --run runs/quickstart/flarepp
+	$(PY) -m train.pde configs/pde/elasticity_small.py --model.name flare --run runs/quickstart/flare
+	$(PY) -m train.pde configs/pde/elasticity_small.py --model.name flarepp --run runs/quickstart/flarepp
 	$(PY) -m train.evaluate runs/quickstart/flare runs/quickstart/flarepp --out runs/quickstart
 
 test: $(VENV)/.dev

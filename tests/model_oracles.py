@@ -6,11 +6,11 @@ depth. x [*B, N, inputs], mask [*B, N] or None; masked points give 0.
 
 import functools
 
-import baseline_oracles as mixers
 import numpy as np
-from baseline_oracles import attend, each, exact_gelu, linear, norm, softmax
 
+import baseline_oracles as mixers
 import oracles
+from baseline_oracles import attend, each, exact_gelu, linear, norm, softmax
 from oracles import wide
 
 

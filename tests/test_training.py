@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 
@@ -169,7 +170,7 @@ def test_dropout_is_for_training_alone(config):
     plain = pde.make_task(changed(config, "model.dropout", 0.0))
     same = plain.init(jax.random.key(0))
     assert task.evaluate(model, mesh) == plain.evaluate(same, mesh)
-    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1)))
+    batch = jax.tree.map(lambda a: jnp.asarray(a[0]), next(task.batches(0, 1)))
     first, again, other = (
         float(task.loss(model, batch, jax.random.key(i))) for i in (0, 0, 1)
     )

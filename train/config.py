@@ -2,9 +2,11 @@
 
 import dataclasses
 import difflib
+import itertools
 import os
 import runpy
 import sys
+import typing
 from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
@@ -24,7 +26,23 @@ Fraction = Annotated[float, Field(ge=0, lt=1)]
 
 _strict = pydantic.ConfigDict(extra="forbid")
 
-MixerName = Literal["mha", "flare", "original_flare", "flarepp", "simplified_flarepp"]
+ModelName = Literal[
+    "mha",
+    "flare",
+    "original_flare",
+    "flarepp",
+    "simplified_flarepp",
+    "ablated_flarepp",
+    "transolver",
+    "transolverpp",
+    "transolver3",
+    "luna",
+    "abupt",
+    "set_transformer",
+    "perceiver_io",
+    "lno",
+    "gnot",
+]
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
@@ -63,16 +81,16 @@ class DarcyConfig:
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
 class ModelConfig:
-    """The shared backbone and its mixer."""
+    """The shared backbone with a mixer, or another architecture."""
 
-    mixer: MixerName = "flarepp"
-    """What mixes the points."""
+    name: ModelName = "flarepp"
+    """The mixer in the shared backbone, or the architecture."""
     channels: Count = 128
     blocks: Count = 8
     heads: Count = 8
     """Must divide `channels`."""
     latents: Count = 64
-    """For each head. Of no account to mha, which has none."""
+    """For each head, where a model has any: anchors, slices and modes are latents."""
     mlp_ratio: Positive = 2.0
     """Hidden width of a block's MLP, in units of `channels`."""
     mlp_layers: Annotated[int, Field(ge=0)] = 0
@@ -80,10 +98,12 @@ class ModelConfig:
     io_layers: Annotated[int, Field(ge=0)] = 2
     """Hidden residual layers of the embedding and of the head."""
     norm: NormKind = "layer"
-    options: dict[str, bool | int | float | None] = dataclasses.field(
+    dropout: Fraction = 0.0
+    """Of the mixer's output in each block."""
+    options: dict[str, bool | int | float | None | str] = dataclasses.field(
         default_factory=dict
     )
-    """Further keyword arguments of the mixer, such as `gate_logit 0.5`."""
+    """Further keyword arguments of the mixer or model, such as `gate_logit 0.5`."""
     remat: bool = False
     """Whether the backward pass recomputes each block: less memory, more time."""
     dtype: Literal["float32", "bfloat16"] = "float32"
@@ -108,7 +128,9 @@ class OptimizerConfig:
     learning_rate: Positive = 1e-3
     """At the peak."""
     weight_decay: NonNegative = 1e-5
-    """Of matrices; times the learning rate."""
+    """Times the learning rate."""
+    decay: Literal["matrices", "reference"] = "matrices"
+    """What decays: matrices, or what the authors' code decays, which goes by names."""
     warmup: Annotated[float, Field(gt=0, lt=1)] = 0.1
     """Part of all steps in which the learning rate rises."""
     initial_division: Annotated[float, Field(ge=1)] = 1e4
@@ -143,7 +165,7 @@ class PDEConfig:
     gradient_weight: NonNegative = 0.0
     """Weight of the error of both derivatives in the loss; needs a grid."""
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
-    """Of initial weights and the order of samples."""
+    """Of initial weights, the order of samples, dropout and noise."""
     evaluations: Count = 10
     """Evaluations and checkpoints spread over the run, besides one at its start."""
     checkpoint_every: Count | None = None
@@ -172,8 +194,9 @@ The data may have moved to another folder: their fingerprint is compared.
 def load(cls: type[T], argv: list[str] | None = None) -> T:
     """The config of `python -m train.NAME FILE [--field value ...]`.
 
-    FILE is a Python file that defines `config`. A missing file, an unknown field or
-    a wrong value exits with code 2 and says which, with the nearest valid name.
+    FILE is a Python file that defines `config`, or a function of that name that makes
+    the config for a `--model.name`. A missing file, an unknown field or a wrong value
+    exits with code 2 and says which, with the nearest valid name.
     """
     argv = sys.argv[1:] if argv is None else argv
     program = f"{Path(sys.argv[0]).stem} CONFIG"
@@ -181,13 +204,16 @@ def load(cls: type[T], argv: list[str] | None = None) -> T:
         fail(f"usage: {program} [--field value ...]; give a config file first.")
     if not Path(argv[0]).is_file():
         fail(f"no config file {argv[0]!r}.")
+    name = _model_name(argv[1:])
     try:
         names = runpy.run_path(argv[0])
+        config = names.get("config")
+        if callable(config):
+            config = config() if name is None else config(name)
     except Exception as error:  # whatever the file does wrong
         fail(f"{argv[0]}: {type(error).__name__}: {error}")
     if "config" not in names:
         fail(f"{argv[0]} defines no `config`.")
-    config = names["config"]
     if not isinstance(config, cls):
         fail(f"{argv[0]}: config is a {type(config).__name__}, not a {cls.__name__}.")
     _check_names(argv[1:], list(_fields(config)))
@@ -206,8 +232,22 @@ def _fields(config: Any, prefix: str = ""):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value):
             yield from _fields(value, f"{prefix}{field.name}.")
-        elif field.name != "name":  # the data set's, which its class fixes
+        elif prefix + field.name != "data.name":  # which its class fixes
             yield prefix + field.name
+
+
+def _model_name(arguments: list[str]) -> str | None:
+    """The value of `--model.name`; exits with the nearest one where there is none."""
+    name = None
+    for argument, following in itertools.pairwise([*arguments, ""]):
+        field, equals, value = argument.partition("=")
+        if field == "--model.name":
+            name = value if equals else following
+    names = typing.get_args(ModelName)
+    if not name or name in names:
+        return name or None  # one without a value is a mistake that tyro reports
+    (near,) = difflib.get_close_matches(name, names, 1, cutoff=0)
+    fail(f"no model.name {name!r}; the nearest is {near!r}.")
 
 
 def _check_names(arguments: list[str], fields: list[str]) -> None:

@@ -12,12 +12,13 @@ import tyro
 from rich.console import Console
 from rich.table import Table
 
-from flaxmix import models, parallel
+from flaxmix import parallel
 from flaxmix.parameters import with_parameters
 from train import config as configs, pde
 from train.checkpoint import Checkpoints
 from train.config import PDEConfig
 from train.folder import read_fingerprint, write_json
+from train.models import Model
 from train.step import TrainState
 from train.task import plan
 
@@ -30,7 +31,7 @@ class Loaded:
 
     config: PDEConfig
     task: pde.PDETask
-    model: models.Surrogate
+    model: Model
     state: TrainState
     step: int
 
@@ -78,8 +79,8 @@ def load(folder: Path, weights: Weights = "final", data: Path | None = None) -> 
 
 
 def labels(folders: list[Path], loaded: list[Loaded]) -> list[str]:
-    """The mixers' names, or the folders where two runs share a mixer."""
-    names = [one.config.model.mixer for one in loaded]
+    """The models' names, or the folders where two runs share a model."""
+    names = [one.config.model.name for one in loaded]
     return names if len(set(names)) == len(names) else [str(f) for f in folders]
 
 

@@ -21,7 +21,7 @@ from train.checkpoint import Checkpoints
 from train.flops import count_flops
 from train.folder import open_folder, summarize, write_json
 from train.optimizer import decayed, one_cycle
-from train.step import train_step, train_steps
+from train.step import noise_key, train_step, train_steps
 from train.task import Task, plan
 
 
@@ -73,9 +73,12 @@ def run(config: Any, task: Task) -> dict[str, Any]:
         state = checkpoints.restore(start, layout.abstract, shardings)
 
     options = {
-        "loss_fn": lambda p, batch: task.loss(with_parameters(model, p), batch),
+        "loss_fn": lambda p, batch, key: task.loss(
+            with_parameters(model, p), batch, key
+        ),
         "optimizer": layout.optimizer,
         "ema": config.optimizer.ema,
+        "key": noise_key(config.seed),
     }
     step = _PerShape(
         jax.jit(
@@ -158,7 +161,8 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             flops = count_flops(
                 functools.partial(train_step, **options), layout.abstract, one
             )
-            rows = _rows(task, layout.abstract.params, mesh, size, flops)
+            groups = decayed(list(layout.abstract.params), config.optimizer.decay)
+            rows = _rows(task, layout.abstract.params, groups, mesh, size, flops)
             log.table(str(folder), [*task.rows, *rows])
         measured = [r for r in old if all(name in r for name in task.selections)]
         at_boundary = done % task.interval == 0 or done == task.steps
@@ -230,9 +234,8 @@ def _shape(batch):
     return tuple((name, a.shape) for name, a in sorted(batch.items()))
 
 
-def _rows(task, params, mesh, size, flops):
+def _rows(task, params, groups, mesh, size, flops):
     """Start-up table: what is trained, how, and on what."""
-    groups = decayed(list(params))
     count = lambda names: sum(params[name].size for name in names)
     rows = [
         ("parameters", f"{count(params):,}"),

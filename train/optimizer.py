@@ -12,22 +12,30 @@ from train.config import OptimizerConfig
 
 Schedule = Callable[[Any], jax.Array]
 
-DECAY: Sequence[tuple[str, bool]] = (
-    (r"\.kernel$|^kernel$", True),
-    (r"(^|\.)(bias|scale|latents|seeds|reference|gate)$", False),
+DECAY: Sequence[tuple[str, frozenset[str]]] = (
+    (r"kernel", frozenset({"matrices", "reference"})),
+    # In the authors' code a parameter decays unless its name tells of a bias, a norm,
+    # an embedding, a latent or a gate. The names of these do not.
+    (r"temperature|inducing|placeholder", frozenset({"reference"})),
+    (r"bias|scale|latents|seeds|reference|gate|packed|offset", frozenset()),
 )
-"""Whether weight decay applies, by parameter name: matrices only."""
+"""By which `OptimizerConfig.decay` weight decay applies to parameters of a name."""
 
 
-def decayed(names: Sequence[str]) -> dict[str, bool]:
+def decayed(names: Sequence[str], rule: str = "matrices") -> dict[str, bool]:
     """Whether each parameter is decayed.
 
+    Args:
+        names: dotted names of all parameters.
+        rule: `OptimizerConfig.decay`.
+
     Raises:
-        ValueError: if no rule matches a name.
+        ValueError: if `DECAY` has no entry for a name.
     """
     groups = {}
     for name in names:
-        matches = [decay for pattern, decay in DECAY if re.search(pattern, name)]
+        last = name.rpartition(".")[2]
+        matches = [rule in rules for kind, rules in DECAY if re.fullmatch(kind, last)]
         if not matches:
             raise ValueError(f"no decay rule matches parameter {name!r}.")
         groups[name] = matches[0]
@@ -92,6 +100,8 @@ def make_optimizer(
     return optax.chain(
         _clip(config.clip),
         adam(b1=beta1, b2=config.beta2, eps=config.eps),
-        optax.add_decayed_weights(config.weight_decay, mask=decayed(names)),
+        optax.add_decayed_weights(
+            config.weight_decay, mask=decayed(names, config.decay)
+        ),
         optax.scale_by_learning_rate(rate),
     )

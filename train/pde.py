@@ -1,36 +1,23 @@
 """Trains a surrogate of a PDE solver.
 
-python -m train.pde configs/pde/elasticity_flarepp.py [--field value ...]
+python -m train.pde configs/pde/elasticity.py [--field value ...]
 """
 
 import dataclasses
-import difflib
 import functools
-import inspect
-import math
 import sys
-import typing
 from pathlib import Path
 
 import jax
 import numpy as np
-import pydantic
-from flax import nnx
 
-from flaxmix import data, losses, mixers, models, parallel
+from flaxmix import data, losses, parallel
 from flaxmix.data import darcy, elasticity, pipeline
 from train import config as configs, loop, plots
-from train.config import DarcyConfig, ElasticityConfig, ModelConfig, PDEConfig
+from train.config import DarcyConfig, ElasticityConfig, PDEConfig
 from train.folder import check_folder
+from train.models import Model, check_model, make_model
 from train.task import Task
-
-MIXERS = {
-    "mha": mixers.SelfAttention,
-    "flare": mixers.Flare,
-    "original_flare": mixers.OriginalFlare,
-    "flarepp": mixers.FlarePP,
-    "simplified_flarepp": mixers.SimplifiedFlarePP,
-}
 
 TITLES = {
     "final": "final",
@@ -52,54 +39,6 @@ def make_dataset(config: ElasticityConfig | DarcyConfig) -> data.Dataset:
         resolution=config.resolution,
         stride=config.stride,
         seed=config.seed,
-    )
-
-
-def make_mixer(config: ModelConfig):
-    """The mixer's constructor, with all but channels and rngs filled in.
-
-    Raises:
-        ValueError: if the mixer has no such option; it names the nearest one.
-    """
-    mixer = MIXERS[config.mixer]
-    accepted = inspect.signature(mixer.__init__).parameters
-    given = {"heads": config.heads, "latents": config.latents, "norm": config.norm}
-    own = [
-        name for name in accepted if name not in {*given, "self", "channels", "rngs"}
-    ]
-    for name, value in config.options.items():
-        if name not in own:
-            near = difflib.get_close_matches(name, own, 1, cutoff=0)
-            raise ValueError(
-                f"model.options: {config.mixer} has no option {name!r}; "
-                f"{f'the nearest is {near[0]!r}' if near else 'it has none'}."
-            )
-        strict = pydantic.ConfigDict(strict=True)
-        hint = typing.get_type_hints(mixer.__init__)[name]
-        try:
-            pydantic.TypeAdapter(hint, config=strict).validate_python(value)
-        except ValueError:
-            raise ValueError(f"model.options: {name}={value!r} is no {hint}.") from None
-        if isinstance(value, float) and not math.isfinite(value):
-            raise ValueError(f"model.options: {name}={value!r} is not finite.")
-    given = {name: value for name, value in given.items() if name in accepted}
-    return functools.partial(mixer, **given, **config.options)
-
-
-def make_model(config: ModelConfig, channels: tuple[int, int], key) -> models.Surrogate:
-    """The surrogate, for c_in and c_out channels."""
-    return models.Surrogate(
-        *channels,
-        channels=config.channels,
-        blocks=config.blocks,
-        mixer=make_mixer(config),
-        norm=config.norm,
-        mlp_ratio=config.mlp_ratio,
-        mlp_layers=config.mlp_layers,
-        io_layers=config.io_layers,
-        remat=config.remat,
-        dtype=config.dtype,
-        rngs=nnx.Rngs(key),
     )
 
 
@@ -153,10 +92,10 @@ def make_task(config: PDEConfig) -> PDETask:
     """The task of a config.
 
     Raises:
-        ValueError: if the config asks for what the data or the mixer cannot give.
+        ValueError: if the config asks for what the data or the model cannot give.
         OSError: if the data cannot be read.
     """
-    make_mixer(config.model)
+    check_model(config.model)
     dataset = make_dataset(config.data)
     held = None
     if config.validation:
@@ -178,9 +117,18 @@ def make_task(config: PDEConfig) -> PDETask:
         splits["validation_error"] = held
         selections["validation_error"] = "best_on_validation"
 
-    def loss(model, batch):
+    init = functools.partial(
+        make_model,
+        config.model,
+        dataset.channels,
+        coordinates=dataset.coordinates,
+        grid=dataset.grid,
+    )
+
+    def loss(model, batch, key):
         mask = batch.get("mask")
-        prediction = dataset.targets.decode(model(batch["x"], mask=mask))
+        y = model(batch["x"], mask=mask, key=key)
+        prediction = dataset.targets.decode(y)
         value = losses.relative_l2(prediction, batch["y"], mask=mask)
         if config.gradient_weight:
             assert dataset.grid is not None
@@ -206,10 +154,10 @@ def make_task(config: PDEConfig) -> PDETask:
         }
 
     def finish(model, mesh, folder):
-        draw({config.model.mixer: (model, predictor)}, dataset, mesh, folder)
+        draw({config.model.name: (model, predictor)}, dataset, mesh, folder)
 
     return PDETask(
-        init=lambda key: make_model(config.model, dataset.channels, key),
+        init=init,
         loss=loss,
         batches=batches,
         evaluate=evaluate,
@@ -222,7 +170,7 @@ def make_task(config: PDEConfig) -> PDETask:
             ("data", f"{dataset.name}, {dataset.quantity}"),
             ("samples", f"{len(dataset.train)} train, {len(dataset.test)} test"),
             ("points", f"{len(dataset.train[0]['x']):,} in the first sample"),
-            ("mixer", config.model.mixer),
+            ("model", config.model.name),
         ],
         selections=selections,
         dataset=dataset,
@@ -231,7 +179,7 @@ def make_task(config: PDEConfig) -> PDETask:
 
 
 def draw(
-    runs: dict[str, tuple[models.Surrogate, Predictor]],
+    runs: dict[str, tuple[Model, Predictor]],
     dataset: data.Dataset,
     mesh,
     folder: Path,

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Key
 
 Params = Any
 """Arrays by parameter name."""
@@ -30,16 +30,30 @@ def init_state(params: Params, optimizer: optax.GradientTransformation) -> Train
     return TrainState(jnp.zeros((), jnp.int32), params, average, optimizer.init(params))
 
 
+def noise_key(seed: int) -> Key[Array, ""]:
+    """The key of a run that the keys of all its steps are folded from.
+
+    Initialisation folds small counts into the key of the same seed.
+    """
+    return jax.random.fold_in(jax.random.key(seed), 2**32 - 1)
+
+
 def train_step(
     state: TrainState,
     batch: dict[str, Array],
     *,
-    loss_fn: Callable[[Params, dict[str, Array]], Float[Array, ""]],
+    loss_fn: Callable[[Params, dict[str, Array], Array], Float[Array, ""]],
     optimizer: optax.GradientTransformation,
     ema: float,
+    key: Key[Array, ""],
 ) -> tuple[TrainState, dict[str, Array]]:
-    """Takes one gradient step and returns the metrics of the old parameters."""
-    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch)
+    """Takes one gradient step and returns the metrics of the old parameters.
+
+    The step number is folded into the key, so that a resumed run draws the noise that
+    one without interruption does.
+    """
+    key = jax.random.fold_in(key, state.step)
+    loss, grads = jax.value_and_grad(loss_fn)(state.params, batch, key)
     updates, opt_state = optimizer.update(grads, state.optimizer, state.params)
     params = optax.apply_updates(state.params, updates)
     average = jax.tree.map(lambda a, p: ema * a + (1 - ema) * p, state.average, params)

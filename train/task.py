@@ -24,7 +24,8 @@ class Task:
 
     Attributes:
         init: makes the model from a key.
-        loss: mean loss of a batch [B, ...], as loss(model, batch).
+        loss: mean loss of a batch [B, ...], as loss(model, batch, key); the key is for
+            dropout and noise.
         batches: batches without end from a step on, [steps, B, ...] for one call
             each, as batches(start, steps_per_call).
         evaluate: errors of a model on whole splits, as evaluate(model, mesh).
@@ -39,7 +40,7 @@ class Task:
     """
 
     init: Callable[[jax.Array], nnx.Module]
-    loss: Callable[[Any, Batch], jax.Array]
+    loss: Callable[[Any, Batch, jax.Array], jax.Array]
     batches: Callable[[int, int], Iterator[Batch]]
     evaluate: Callable[[Any, Mesh], dict[str, float]]
     finish: Callable[[Any, Mesh, Path], None]

@@ -12,7 +12,7 @@ from train.config import DarcyConfig, ModelConfig, OptimizerConfig, PDEConfig
 
 config = PDEConfig(
     data=DarcyConfig(train=400, test=100, resolution=43, stride=1),
-    model=ModelConfig(mixer="flarepp", channels=64, blocks=4, heads=4, latents=32),
+    model=ModelConfig(name="flarepp", channels=64, blocks=4, heads=4, latents=32),
     optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5, ema=0.99),
     epochs=15,
     batch=4,

@@ -1,7 +1,7 @@
 """A small surrogate on generated Elasticity, for two CPU cores.
 
     python -m train.pde configs/pde/elasticity_small.py
-    python -m train.pde configs/pde/elasticity_small.py --model.mixer flare \
+    python -m train.pde configs/pde/elasticity_small.py --model.name flare \
         --run runs/elasticity_small_flare
 
 The numbers to expect are in README.md.
@@ -13,7 +13,7 @@ from train.config import ElasticityConfig, ModelConfig, OptimizerConfig, PDEConf
 
 config = PDEConfig(
     data=ElasticityConfig(train=400, test=100),
-    model=ModelConfig(mixer="flarepp", channels=64, blocks=4, heads=4, latents=32),
+    model=ModelConfig(name="flarepp", channels=64, blocks=4, heads=4, latents=32),
     optimizer=OptimizerConfig(learning_rate=2e-3, weight_decay=1e-5, ema=0.99),
     epochs=15,
     batch=4,

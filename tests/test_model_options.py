@@ -1,0 +1,175 @@
+"""What single models have: noise, dropout, experts, anchors, initial values."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+
+from flaxmix import mixers, models
+
+from baseline_cases import ERROR, INPUTS, OUTPUTS, SIZES, C, H, M, N, inputs, module
+from closeness import assert_close
+
+
+def test_a_module_sums_itself_up():
+    text = nnx.tabulate(module("luna"), inputs("luna")[0], depth=1)
+    for part in ("LunaBlock", "packed", "Total Parameters"):
+        assert part in text
+
+
+def test_noise_in_evaluation():
+    """None by default; with the option the same every time, another in each block."""
+    x, _ = inputs("transolverpp")
+    plain, layer = module("transolverpp"), module("transolverpp")
+    layer.evaluation_noise = True
+    run = jax.jit(lambda m, x, key: m(x, key=key))
+    y = run(plain, x, None)
+    assert_close(run(plain, x, None), y, error=0.0)
+    noisy = run(layer, x, None)
+    assert_close(run(layer, x, None), noisy, error=0.0)
+    assert np.abs(noisy - y).max() > 1e-3
+    key = jax.random.key(5)
+    assert np.abs(run(plain, x, key) - run(layer, x, None)).max() > 1e-3
+    assert_close(run(plain, x, key), run(layer, x, key), error=0.0)
+    # The uniforms may be given.
+    u = jax.random.uniform(key, (2, H, N, M))
+    given = jax.jit(lambda m, x: m(x, gumbel_u=u))
+    assert_close(given(plain, x), given(layer, x), error=0.0)
+
+    make = lambda option: models.Surrogate(
+        *(INPUTS, OUTPUTS),
+        **{"channels": C, "blocks": 3, "io_layers": 0},
+        mixer=functools.partial(mixers.TransolverPP, **SIZES, evaluation_noise=option),
+        rngs=nnx.Rngs(0),
+    )
+    seen = []
+
+    class Spy(mixers.TransolverPP):
+        def __call__(self, x, *, key=None, **options):
+            jax.debug.callback(lambda k: seen.append(k.tobytes()), key_data(key))
+            return super().__call__(x, key=key, **options)
+
+    key_data = jax.random.key_data
+    spy = models.Surrogate(
+        *(INPUTS, OUTPUTS),
+        **{"channels": C, "blocks": 3, "io_layers": 0},
+        mixer=functools.partial(Spy, **SIZES, evaluation_noise=True),
+        rngs=nnx.Rngs(0),
+    )
+    x, _ = inputs("luna")
+    jax.block_until_ready(jax.jit(lambda m, x: m(x))(spy, x))
+    jax.effects_barrier()
+    assert len(set(seen)) == 3
+    assert np.any(run(make(True), x, None) != run(make(False), x, None))
+
+
+@pytest.mark.parametrize("name", ["backbone", "luna", "abupt", "set_transformer"])
+def test_dropout_of_blocks_needs_a_key(name):
+    layer = module(name)
+    x, _ = inputs(name)
+    run = jax.jit(lambda m, x, key: m(x, key=key))
+    # The anchors of AB-UPT are drawn by the key, too: all points, then.
+    if name == "abupt":
+        layer.blocks.mixer.latents = N
+    keys = [None, jax.random.key(0), jax.random.key(1)]
+    plain = [run(layer, x, key) for key in keys]
+    assert_close(plain[1], plain[0], error=ERROR)
+    layer.blocks.dropout = 0.3
+    none, first, second = (run(layer, x, key) for key in keys)
+    assert_close(none, plain[0], error=0.0)
+    assert np.any(first != none) and np.any(first != second)
+    assert_close(run(layer, x, keys[1]), first, error=0.0)
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        mixers.SelfAttention,
+        mixers.Flare,
+        mixers.FlarePP,
+        mixers.SimplifiedFlarePP,
+        mixers.AblatedFlarePP,
+    ],
+)
+def test_attention_dropout_needs_a_key(kind):
+    sizes = {"heads": H} | ({} if kind is mixers.SelfAttention else {"latents": M})
+    make = lambda rate: kind(C, **sizes, attention_dropout=rate, rngs=nnx.Rngs(0))
+    x = inputs("transolver")[0]
+    run = jax.jit(lambda m, x, key: m(x, key=key))
+    key = jax.random.key(0)
+    plain, layer = make(0.0), make(0.5)
+    assert_close(run(plain, x, key), run(plain, x, None), error=0.0)
+    assert_close(run(layer, x, None), run(plain, x, None), error=0.0)
+    y = run(layer, x, key)
+    assert np.any(y != run(plain, x, None))
+    assert_close(run(layer, x, key), y, error=0.0)
+    with pytest.raises(ValueError, match=r"dropout must be in \[0, 1\), got 1.0"):
+        make(1.0)
+
+
+def test_initial_values():
+    """Of what is no plain weight; at sizes where a deviation shows."""
+    flat = lambda module: {
+        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x)
+        for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
+    }
+    sizes = {"heads": 4, "latents": 40, "rngs": nnx.Rngs(0)}
+    for kind, name in (
+        (mixers.Transolver, "temperature"),
+        (mixers.Transolver3, "temperature"),
+        (mixers.TransolverPP, "offset"),
+    ):
+        assert_close(flat(kind(32, **sizes))[name], np.full(4, 0.5), error=0.0)
+    inducing = flat(mixers.InducedAttention(32, **sizes))["inducing"]
+    limit = np.sqrt(6 / (40 * 32 + 32))
+    assert 0.99 * limit < np.abs(inducing).max() <= limit
+    # A uniform deviates by limit / sqrt(3); 1,280 numbers, to 2 %.
+    assert abs(inducing.std() / (limit / np.sqrt(3)) - 1) < 0.08
+    ends = {"channels": 32, "blocks": 2, **sizes}
+    packed = flat(models.Luna(2, 1, **ends))["packed"]
+    assert abs(packed.std() * np.sqrt(32) - 1) < 0.08
+    latents = flat(models.PerceiverIO(2, 1, **ends))["encoder.latents"]
+    assert abs(latents.std() - 1) < 0.08
+    for name, x in flat(models.LNO(2, 1, **ends)).items():
+        if name.endswith(("score.first.kernel", "score.first.bias")):
+            assert 0.9 / np.sqrt(32) < np.abs(x).max() <= 1 / np.sqrt(32), name
+        if name.endswith("mixer.query.kernel"):
+            assert abs(x.std() * np.sqrt(3 * 32) - 1) < 0.08
+    del ends["latents"]
+    placeholder = flat(models.GNOT(2, 1, **ends))["placeholder"]
+    assert placeholder.min() >= 0 and 0.8 / 32 < placeholder.max() < 1 / 32
+
+
+def test_experts_and_grids_of_gnot():
+    sizes = {"channels": C, "blocks": 1, "heads": H, "rngs": nnx.Rngs(0)}
+    with pytest.raises(ValueError, match="experts must be at least 1, got 0"):
+        models.GNOT(2, 1, **sizes, experts=0)
+    model = models.GNOT(2, 1, **sizes, grid=(5, 7))
+    with pytest.raises(ValueError, match="12 points are not those of a 5 x 7 grid"):
+        model(jnp.ones((12, 2)))
+
+
+def test_anchor_coordinates():
+    sizes = {"channels": C, "blocks": 1, "heads": H, "latents": M}
+    make = lambda **options: models.ABUPT(3, 1, **sizes, **options, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match=r"coordinates=\(0, 3\) must be some of 3"):
+        make(coordinates=(0, 3))
+    with pytest.raises(ValueError, match=r"coordinates=\(\) must be some of 3"):
+        make(coordinates=())
+    sizes["heads"] = 6
+    with pytest.raises(ValueError, match="of 3 axes needs .* at least 6, got 4"):
+        make()
+    # A permutation names its first points.
+    sizes["heads"] = H
+    model, x = make(), inputs("abupt")[0][..., :3]
+    order = jnp.asarray(np.random.default_rng(0).permutation(N))
+    run = jax.jit(lambda m, x, given: m(x, **given))
+    actual = run(model, x, {"permutation": order})
+    expected = run(model, x, {"anchors": order[:M]})
+    assert_close(actual, expected, error=0.0)
+    # Training draws others each time, evaluation the same.
+    key = jax.random.key(9)
+    assert np.any(run(model, x, {"key": key}) != run(model, x, {}))
