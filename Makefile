@@ -15,8 +15,8 @@ test: $(VENV)/.dev
 
 # Tests that take minutes, and those of numbers with fully optimised code.
 slow: $(VENV)/.dev
-	$(PY) -m pytest -m slow
-	FLAXMIX_TEST_OPTIMIZED=1 $(PY) -m pytest -n 2 tests/test_attention.py tests/test_latent.py tests/test_surrogate.py
+	$(PY) -m pytest -n 2 -m slow
+	FLAXMIX_TEST_OPTIMIZED=1 $(PY) -m pytest -n 2 tests/test_attention.py tests/test_latent.py tests/test_slices.py tests/test_surrogate.py
 
 lint: $(VENV)/.dev
 	$(PY) -m ruff check .

@@ -129,6 +129,7 @@ FLOAT32 = {
 }
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("optimized")
 @pytest.mark.parametrize("name", NAMES)
 def test_float32(name):
