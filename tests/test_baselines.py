@@ -134,9 +134,14 @@ def test_large_inputs_stay_finite(name):
     chex.assert_tree_all_finite(value_and_grads(layer, 1e4 * x, mask))
 
 
+MESHES = {"context": (4,), "both": (2, 4)}
+
+
+@pytest.mark.parametrize("shape", MESHES)
 @pytest.mark.parametrize("name", KINDS)
-def test_shards_equal_one_device(name):
+def test_shards_equal_one_device(name, shape):
     """Values, and gradients of every parameter and of x, in float64."""
+    axes = ("data", "context")[-len(MESHES[shape]) :]
     with jax.enable_x64(True):
         layer = module(name, jnp.float64)
         x, mask = inputs(name, dtype=jnp.float64)
@@ -146,12 +151,14 @@ def test_shards_equal_one_device(name):
         def loss(layer, x, mask, axis_name=None):
             y = layer(x, mask=mask, axis_name=axis_name)
             total = jnp.sum(jnp.where(mask[..., None], jnp.sin(y), 0))
-            return total if axis_name is None else jax.lax.psum(total, axis_name)
+            return total if axis_name is None else jax.lax.psum(total, axes)
 
-        points = P(None, "context")
+        points = P("data" if "data" in axes else None, "context")
         sharded = jax.shard_map(
             functools.partial(loss, axis_name="context"),
-            mesh=jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,)),
+            mesh=jax.make_mesh(
+                MESHES[shape], axes, axis_types=(AxisType.Auto,) * len(axes)
+            ),
             in_specs=(P(), points, points),
             out_specs=P(),
         )

@@ -76,7 +76,7 @@ def test_skip_needs_equal_widths():
 PLAIN = """
 import jax.numpy as jnp
 from flax import nnx
-from flaxmix import losses, mixers
+from flaxmix import losses, mixers, ops
 from flaxmix.layers import Linear, ResidualMLP
 
 def error(call):
@@ -95,6 +95,9 @@ error(lambda: losses.relative_l2(y, y[..., :1]))
 make = lambda **options: mixers.AblatedFlarePP(
     4, heads=2, latents=3, **options, rngs=nnx.Rngs(0)
 )
+ints = jnp.ones((3, 1, 4), jnp.int32)
+error(lambda: ops.attention(ints, ints, ints))
+error(lambda: ops.pool(ints, ints, ints))
 error(lambda: make(gate="other"))
 error(lambda: make(seed_norm="other"))
 error(lambda: Linear(3, 4, init="other", rngs=nnx.Rngs(0)))
@@ -112,6 +115,8 @@ def test_what_the_type_checker_finds_in_tests_is_refused_without_it():
         f"{mask} float32 of shape (2, 5).",
         f"{mask} bool of shape (5,).",
         "prediction has shape (2, 5, 4), target (2, 5, 1).",
+        "an operator needs floating-point inputs, got int32.",
+        "an operator needs floating-point inputs, got int32.",
         "gate must be None, 'sigmoid' or 'raw', got 'other'.",
         "seed_norm must be True, False or 'affine', got 'other'.",
         "init must be 'normal', 'identity' or 'uniform', got 'other'.",

@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AxisType, PartitionSpec as P
 
 from flaxmix import mixers, models
 
@@ -34,6 +35,12 @@ def test_noise_in_evaluation():
     key = jax.random.key(5)
     assert np.abs(run(plain, x, key) - run(layer, x, None)).max() > 1e-3
     assert_close(run(plain, x, key), run(layer, x, key), error=0.0)
+    # Whatever the batch and the padding: for each point by its rank.
+    assert_close(run(layer, x[1], None), noisy[1], error=ERROR)
+    longer = jnp.concatenate([x, jnp.full((2, 4, C), jnp.nan)], 1)
+    mask = jnp.broadcast_to(jnp.arange(N + 4) < N, (2, N + 4))
+    padded = jax.jit(lambda m, x: m(x, mask=mask))(layer, longer)
+    assert_close(padded[:, :N], noisy, error=ERROR)
     # The uniforms may be given.
     u = jax.random.uniform(key, (2, H, N, M))
     given = jax.jit(lambda m, x: m(x, gumbel_u=u))
@@ -48,9 +55,9 @@ def test_noise_in_evaluation():
     seen = []
 
     class Spy(mixers.TransolverPP):
-        def __call__(self, x, *, key=None, **options):
-            jax.debug.callback(lambda k: seen.append(k.tobytes()), key_data(key))
-            return super().__call__(x, key=key, **options)
+        def __call__(self, x, *, gumbel_u=None, **options):
+            jax.debug.callback(lambda k: seen.append(k.tobytes()), key_data(gumbel_u))
+            return super().__call__(x, gumbel_u=gumbel_u, **options)
 
     key_data = jax.random.key_data
     spy = models.Surrogate(
@@ -64,6 +71,36 @@ def test_noise_in_evaluation():
     jax.effects_barrier()
     assert len(set(seen)) == 3
     assert np.any(run(make(True), x, None) != run(make(False), x, None))
+
+
+def test_noise_of_shards_is_that_of_one_device():
+    layer = module("transolverpp")
+    x, mask = inputs("transolverpp")
+    key = jax.random.key(3)
+    run = lambda layer, x, mask, axis_name=None: layer(
+        x, mask=mask, key=key, axis_name=axis_name
+    )
+    points = P(None, "context")
+    sharded = jax.shard_map(
+        functools.partial(run, axis_name="context"),
+        mesh=jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,)),
+        in_specs=(P(), points, points),
+        out_specs=points,
+    )
+    actual, expected = (jax.jit(f)(layer, x, mask) for f in (sharded, run))
+    assert_close(actual[mask], expected[mask], error=ERROR)
+
+
+def test_noise_in_evaluation_is_no_dropout():
+    make = lambda dropout: models.Surrogate(
+        *(INPUTS, OUTPUTS),
+        **{"channels": C, "blocks": 3, "io_layers": 0, "dropout": dropout},
+        mixer=functools.partial(mixers.TransolverPP, **SIZES, evaluation_noise=True),
+        rngs=nnx.Rngs(0),
+    )
+    x, _ = inputs("luna")
+    run = jax.jit(lambda m, x: m(x))
+    assert_close(run(make(0.5), x), run(make(0.0), x), error=0.0)
 
 
 @pytest.mark.parametrize("name", ["backbone", "luna", "abupt", "set_transformer"])

@@ -77,31 +77,32 @@ def test_pool_and_scatter_are_their_formulas(block, noisy, masked):
             assert_close(back(cotangent), pull(cotangent), error=TIGHT)
 
 
+@pytest.mark.parametrize("masked", [False, True])
+@pytest.mark.parametrize("each", [False, True])
 @pytest.mark.parametrize("block", [None, 4])
-def test_noise_of_a_key_is_the_noise_of_its_uniforms(block):
+def test_noise_of_a_key_is_the_noise_of_its_uniforms(block, each, masked):
+    """One for each point by its rank, in every block; a key for all items or each."""
     with jax.enable_x64(True):
         k, q, v = arrays((B, N, H, D), (H, M, D), (B, N, H, E))
+        mask = _random()[1] if masked else None
         key = jax.random.key(7)
-        size = N if block is None else block
-        u = jnp.concatenate(
-            [
-                jax.random.uniform(
-                    jax.random.fold_in(key, start), (B, H, M, min(size, N - start))
-                )
-                for start in range(0, N, size)
-            ],
-            -1,
-        )
-        loss = lambda k, q, v, noise: ops.pool(k, q, v, noise=noise, block=block)[0]
-        expected, pull = jax.vjp(lambda *a: loss(*a, jnp.swapaxes(u, -1, -2)), k, q, v)
-        actual, back = jax.vjp(lambda *a: loss(*a, key), k, q, v)
+        keys = jax.random.split(key, B) if each else key
+        ranks = np.cumsum(np.ones((B, N)) if mask is None else mask, -1) - 1
+        u = np.empty((B, H, N, M))
+        for b, n in np.ndindex(B, N):
+            own = jax.random.fold_in(keys[b] if each else key, int(max(ranks[b, n], 0)))
+            u[b, :, n] = jax.random.uniform(own, (H, M))
+        options = {"mask": mask, "block": block}
+        loss = lambda k, q, v, noise: ops.pool(k, q, v, noise=noise, **options)[0]
+        expected, pull = jax.vjp(lambda *a: loss(*a, jnp.asarray(u)), k, q, v)
+        actual, back = jax.vjp(lambda *a: loss(*a, keys), k, q, v)
         assert_close(actual, expected, error=TIGHT)
         cotangent = jnp.cos(expected)
         assert_close(back(cotangent), pull(cotangent), error=TIGHT)
         # And the points read with the same weights.
         z = jnp.swapaxes(v[:, :M], 1, 2)
-        read = lambda noise: ops.scatter(k, q, z, scale=1.0, noise=noise, block=block)
-        assert_close(read(key), read(jnp.swapaxes(u, -1, -2)), error=TIGHT)
+        read = lambda noise: ops.scatter(k, q, z, scale=1.0, noise=noise, **options)
+        assert_close(read(keys), read(jnp.asarray(u)), error=TIGHT)
 
 
 def test_masses_are_sums_of_more_than_half_precision_can_hold():
@@ -122,6 +123,9 @@ def test_latents_that_may_not_be_read():
 
         y, back = jax.vjp(run, k, q, z)
         few = lambda a: a[:1, :, np.asarray(keep[0])]
+        # What they hold does not matter.
+        hide = lambda a: jnp.where(keep[:, None, :, None], a, jnp.nan)
+        q, z = hide(q), hide(z)
         expected, pull = jax.vjp(ops.scatter, k[:1], few(q), few(z))
         assert_close(y[:1], expected, error=TIGHT)
         assert not np.any(y[1])
@@ -250,10 +254,11 @@ def test_anchors_are_drawn_evenly():
     assert np.abs(counts - 900).max() < 4.5 * 25
 
 
+@pytest.mark.parametrize("batch", [(2,), (2, 2), (2, 3)])
 @pytest.mark.parametrize("count", [3, 7, 30])
-def test_sharded_anchors_are_those_of_one_device(count):
+def test_sharded_anchors_are_those_of_one_device(count, batch):
     key = jax.random.key(2)
-    mask = jnp.asarray(np.random.default_rng(0).random((2, 16)) < 0.6)
+    mask = jnp.asarray(np.random.default_rng(0).random((*batch, 16)) < 0.6)
 
     def draw(mask):
         places, real = ops.draw_anchors(key, 4, count, mask=mask, axis_name="context")
@@ -262,14 +267,14 @@ def test_sharded_anchors_are_those_of_one_device(count):
     sharded = jax.shard_map(
         draw,
         mesh=jax.make_mesh((4,), ("context",), axis_types=(AxisType.Auto,)),
-        in_specs=P(None, "context"),
+        in_specs=P(*[None] * len(batch), "context"),
         out_specs=P("context"),
     )
     places, real = jax.jit(sharded)(mask)
     expected, counted = ops.draw_anchors(key, 16, count, mask=mask)
     for shard in range(4):
-        for item in range(2):
-            ours = places[shard, item][real[shard, item]].tolist()
+        for item in np.ndindex(*batch):
+            ours = places[(shard, *item)][real[(shard, *item)]].tolist()
             theirs = expected[item][counted[item]].tolist()
             assert set(ours) == set(theirs) and len(ours) == len(theirs)
 

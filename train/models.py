@@ -37,6 +37,9 @@ MODELS = {
 }
 """Complete architectures."""
 
+OPTIONS: dict[str, dict[str, Any]] = {"transolverpp": {"evaluation_noise": True}}
+"""Options that a trained model has unless its config says otherwise."""
+
 Model: TypeAlias = (
     models.Surrogate
     | models.Luna
@@ -98,10 +101,11 @@ def _constructor(config: ModelConfig, known: dict[str, Any]):
             raise ValueError(
                 f"model.{field.name}={value!r}: {name} has no {field.name}."
             )
+    options = OPTIONS.get(name, {}) | config.options
     if cls is own:
-        return functools.partial(cls, **_accepted(cls, given | known) | config.options)
+        return functools.partial(cls, **_accepted(cls, given | known) | options)
     sizes = {field: given[field] for field in ("heads", "latents", "norm")}
-    mixer = functools.partial(own, **_accepted(own, sizes), **config.options)
+    mixer = functools.partial(own, **_accepted(own, sizes), **options)
     return functools.partial(cls, mixer=mixer, **_accepted(cls, given))
 
 

@@ -12,8 +12,6 @@ from train.config import ModelConfig, ModelName, OptimizerConfig
 SIZES = {
     "original_flare": {"channels": 64, "mlp_ratio": 1.0, "mlp_layers": 3},
     "transolver3": {"options": {"clamp": False}},
-    # The authors' code draws noise anew in each evaluation; here it is the same noise.
-    "transolverpp": {"options": {"evaluation_noise": True}},
     "abupt": {"latents": 512},
     "perceiver_io": {"latents": 512, "mlp_ratio": 4.0},
     "lno": {"blocks": 4, "latents": 256},

@@ -191,7 +191,9 @@ class TransolverPP(_Slices):
 
     The authors' code draws noise in evaluation too, so that the same input gives
     another output each time. Here noise is drawn where a key is given, as training
-    does; `evaluation_noise` draws it from a fixed key where none is.
+    does. But a model that was trained with noise needs it: `evaluation_noise` draws it
+    without a key, too, always the same for the first real point, for the second and
+    so on, whatever the batch, the padding and the sharding.
     """
 
     def __init__(
@@ -209,7 +211,8 @@ class TransolverPP(_Slices):
             channels: width C of the points.
             heads: number of heads H.
             latents: number of slices M, for each head.
-            evaluation_noise: whether noise is drawn without a key, too.
+            evaluation_noise: whether noise is drawn without a key, too; train.pde has
+                it on unless told otherwise.
             rngs: where the initial parameters come from.
 
         Raises:
@@ -232,7 +235,7 @@ class TransolverPP(_Slices):
         mask: Bool[Array, "*B N"] | None = None,
         axis_name: str | None = None,
         key: Key[Array, ""] | None = None,
-        gumbel_u: Float[Array, "*B H N M"] | None = None,
+        gumbel_u: Float[Array, "*B H N M"] | Key[Array, "..."] | None = None,
     ) -> Float[Array, "*B N C"]:
         """Mixes the points of x.
 
@@ -240,10 +243,13 @@ class TransolverPP(_Slices):
             x: points.
             mask: True for real points.
             axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
-            key: draws the noise; None for none.
-            gumbel_u: uniforms in [0, 1) to make the noise of, in place of a key.
+            key: draws the noise, another for each item; None for none.
+            gumbel_u: uniforms in [0, 1) to make the noise of, in place of `key`; or a
+                key that draws the same for all items, see `ops.pool`.
         """
-        noise = key if gumbel_u is None else gumbel_u
+        noise = gumbel_u
+        if noise is None and key is not None:
+            noise = jax.random.split(key, x.shape[:-2])
         if noise is None and self.evaluation_noise:
             noise = jax.random.key(0)
         u = split(self.point(real(x, mask)), self.heads)

@@ -131,6 +131,7 @@ class ABUPT(Backbone):
         Returns:
             The fields, in the dtype of x.
         """
+        h = self._start(x, mask)
         mixer: AnchorAttention = self.blocks.mixer
         anchor_mask, first, second = None, None, None
         if key is not None:
@@ -142,7 +143,7 @@ class ABUPT(Backbone):
                 x.shape[-2], mask=mask, axis_name=axis_name, key=first
             )
         h = self._blocks(
-            self._start(x, mask),
+            h,
             each={"key": split_key(second, self.depth)},
             mask=mask,
             axis_name=axis_name,

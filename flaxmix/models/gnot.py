@@ -13,6 +13,7 @@ from flaxmix.layers.mlp import exact_gelu
 from flaxmix.layers.norm import NormKind
 from flaxmix.mixers.heads import head_channels, merge, real, split
 from flaxmix.models.stack import apply_stack, stack
+from flaxmix.ops.stream import align
 
 
 class _LinearAttention(nnx.Module):
@@ -192,14 +193,19 @@ class GNOT(nnx.Module):
         points = real(x, mask)
         if self.grid is not None and pos is None:
             pos = self._distances(x, axis_name)
-        e = points if pos is None else pos.astype(x.dtype)
         dtype = x.dtype if self.dtype is None else self.dtype
-        widen = lambda h: jnp.broadcast_to(h, (*x.shape[:-1], h.shape[-1]))
+        widen = lambda h: real(jnp.broadcast_to(h, (*x.shape[:-1], h.shape[-1])), mask)
+        # Positions are embedded before they go to all items of a batch, which a mask
+        # may tell apart.
+        e = points if pos is None else pos.astype(x.dtype)
+        e = e if mask is None else widen(e)
         geometry = widen(self.geometry(e)).astype(dtype)
         field = widen(self.field(e) + self.placeholder[...].astype(x.dtype))
+        # The grid is the same for all items, the points may be shared out.
+        field, _ = align(field.astype(dtype), points)
         y = apply_stack(
             self.blocks,
-            field.astype(dtype),
+            field,
             remat=self.remat,
             geometry=geometry,
             points=points,

@@ -10,7 +10,7 @@ from flaxmix.mixers import LunaAttention
 from flaxmix.mixers.heads import check_latents
 from flaxmix.models.backbone import Backbone
 from flaxmix.models.stack import split_key
-from flaxmix.ops.stream import check_dropout, drop, shard_key
+from flaxmix.ops.stream import align, check_dropout, drop, shard_key
 
 
 class LunaBlock(nnx.Module):
@@ -119,7 +119,7 @@ class Luna(Backbone):
         """Predicts the fields at every point; see `Surrogate`."""
         h = self._start(x, mask)
         p = self.packed[...].astype(h.dtype)
-        p = jnp.broadcast_to(p, (*h.shape[:-2], *p.shape))
+        p, _ = align(jnp.broadcast_to(p, (*h.shape[:-2], *p.shape)), h)
         each = {"key": split_key(key, self.depth)}
         h, _ = self._blocks((h, p), each=each, mask=mask, axis_name=axis_name)
         return self._finish(h, x, mask)

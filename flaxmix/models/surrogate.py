@@ -106,9 +106,11 @@ class Surrogate(Backbone):
         Returns:
             The fields, in the dtype of x.
         """
-        if key is None and getattr(self.blocks.mixer, "evaluation_noise", False):
-            key = jax.random.key(0)
         each = {"key": split_key(key, self.depth)}
+        if gumbel_u is None and key is None:
+            if getattr(self.blocks.mixer, "evaluation_noise", False):
+                # Another one for each block.
+                gumbel_u = split_key(jax.random.key(0), self.depth)
         if gumbel_u is not None:
             each["gumbel_u"] = gumbel_u
         h = self._start(x, mask)

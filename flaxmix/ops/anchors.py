@@ -6,6 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxmix.ops.latent import scatter
+from flaxmix.ops.stream import rank
 
 
 def draw_anchors(
@@ -32,21 +33,13 @@ def draw_anchors(
         Places of the anchors among all N points, [A] or, with a mask, [*B, A]; and
         with a mask, which of them are anchors at all, else None.
     """
-    real = jnp.ones(points, bool) if mask is None else mask
-    rank = jnp.cumsum(real, -1, dtype=jnp.int32) - 1
-    place = jnp.arange(points, dtype=jnp.int32)
-    total = points
-    if axis_name is not None:
-        shard, shards = lax.axis_index(axis_name), lax.axis_size(axis_name)
-        counts = lax.all_gather(rank[..., -1] + 1, axis_name)
-        before = jnp.where(jnp.arange(shards) < shard, counts.T, 0).sum(-1)
-        rank, place = rank + before[..., None], place + shard * points
-        total = points * shards
+    ranks = rank(mask, points, axis_name)
+    place = rank(None, points, axis_name)
     # A number for each rank by itself, so that it does not depend on N.
     number = lambda rank: jax.random.bits(jax.random.fold_in(key, rank))
-    ranks = jnp.maximum(rank, 0)
-    numbers = jax.vmap(number)(ranks.reshape(-1)).reshape(rank.shape)
-    numbers = jnp.where(real, (numbers >> 1).astype(jnp.int32), -1)
+    numbers = jax.vmap(number)(ranks.reshape(-1)).reshape(ranks.shape)
+    numbers = (numbers >> 1).astype(jnp.int32)
+    numbers = numbers if mask is None else jnp.where(mask, numbers, -1)
     place = jnp.broadcast_to(place, numbers.shape)
 
     def top(numbers, place, count):
@@ -57,6 +50,7 @@ def draw_anchors(
     if axis_name is not None:
         # The best of each shard's best.
         join = lambda x: lax.all_gather(x, axis_name, axis=x.ndim - 1, tiled=True)
+        total = points * lax.axis_size(axis_name)
         numbers, place = top(join(numbers), join(place), min(count, total))
     return place, None if mask is None else numbers >= 0
 

@@ -18,6 +18,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.stream import (
     accumulator,
+    align,
     block_size,
     check_dropout,
     cut,
@@ -136,8 +137,6 @@ def _backward(causal, dropout, block, axis_name, saved, cotangents):
         None if v is None else jnp.zeros_like(v),
     )
     dq, dk, dv = fold(points, block_size(q, points, block), body, init)
-    if axis_name is not None:
-        dq = lax.psum(dq, axis_name)
     return dq.astype(q.dtype), dk, dv, None, None
 
 
@@ -204,6 +203,7 @@ def attention(
         k = jnp.where(mask[..., None, None], k, 0)
         v = jnp.where(mask[..., None, None], v, 0)
         mask = flat(mask, batch, 1)
+    q, k, v = align(q, k, v)
     result: Any = attend(
         flat(jnp.swapaxes(q * factor, -3, -2), batch, 3).astype(k.dtype),
         flat(points_last(k), batch, 3),

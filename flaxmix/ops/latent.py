@@ -13,12 +13,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.attention import attend, finite, flat, points_first, points_last
 from flaxmix.ops.stream import (
     accumulator,
+    align,
     block_size,
     check_dropout,
     cut,
@@ -26,6 +26,7 @@ from flaxmix.ops.stream import (
     drop,
     fold,
     put,
+    rank,
     shard_key,
     softmax_gradient,
     zeros,
@@ -41,13 +42,18 @@ def scores(q, k, mask, noise, rate, start, n):
     return s if mask is None else jnp.where(mask[:, None, :, None], s, -jnp.inf)
 
 
-def gumbel(noise: Array, start, like: Array) -> Array:
-    """A block of Gumbel noise [B, H, M, n] from uniforms, given or drawn by a key.
+def gumbel(noise: Any, start, like: Array) -> Array:
+    """A block of Gumbel noise [B, H, M, n] from uniforms, given or drawn by keys.
 
     The two 1e-8 are those of the authors' Transolver++.
     """
-    if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
-        u = jax.random.uniform(jax.random.fold_in(noise, start), like.shape, like.dtype)
+    if isinstance(noise, tuple):
+        keys, ranks = noise
+        draw = lambda key, rank: jax.random.uniform(
+            jax.random.fold_in(key, rank), like.shape[1:3], like.dtype
+        )
+        draw = jax.vmap(jax.vmap(draw, (None, 0), -1))
+        u = draw(keys, cut(ranks, start, like.shape[-1]))
     else:
         u = cut(noise, start, like.shape[-1]).astype(like.dtype)
     return -jnp.log(-jnp.log(u + 1e-8) + 1e-8)
@@ -60,19 +66,20 @@ def rate_gradient(ds, noise, rate, start):
     return (ds * gumbel(noise, start, ds)).sum(2)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8, 9))
-def _scatter(k, q, z, mask, noise, rate, key, dropout, block, axis_name):
+@functools.partial(jax.custom_vjp, nondiff_argnums=(7, 8))
+def _scatter(k, q, z, mask, noise, rate, key, dropout, block):
     """Softmax over latents, points last, scale folded into q; see `scatter`.
 
     k [B, H, D, N]; q [B, H, M, D]; z [B, H, M, E]; mask of latents [B, M] or None;
-    noise a key or uniforms [B, H, M, N] or None, added as Gumbel noise to the scores,
-    times rate [B, H, N] or None. Returns y [B, H, E, N].
+    noise, added as Gumbel noise to the scores times rate [B, H, N] or None, is uniforms
+    [B, H, M, N], or keys [B] and the ranks of the points [B, N], or None. Returns
+    y [B, H, E, N].
     """
     operands = k, q, z, mask, noise, rate, key
-    return _scatter_forward(*operands, dropout, block, axis_name)[0]
+    return _scatter_forward(*operands, dropout, block)[0]
 
 
-def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block, axis_name):
+def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block):
     dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
     batch, heads, _, channels = z.shape
 
@@ -103,7 +110,7 @@ def _scatter_forward(k, q, z, mask, noise, rate, key, dropout, block, axis_name)
     return y, (k, q, z, mask, noise, rate, key, top, inverse)
 
 
-def _scatter_backward(dropout, block, axis_name, saved, dy):
+def _scatter_backward(dropout, block, saved, dy):
     k, q, z, mask, noise, rate, key, top, inverse = saved
     dtype, acc, points = k.dtype, top.dtype, k.shape[-1]
 
@@ -129,8 +136,6 @@ def _scatter_backward(dropout, block, axis_name, saved, dy):
         None if noise is None or rate is None else jnp.zeros_like(rate),
     )
     dk, dq, dz, drate = fold(points, block_size(q, points, block), body, init)
-    if axis_name is not None:
-        dq, dz = lax.psum((dq, dz), axis_name)
     if rate is not None and drate is None:
         drate = jnp.zeros_like(rate)
     return dk, dq.astype(q.dtype), dz.astype(z.dtype), None, None, drate, None
@@ -184,6 +189,7 @@ def gather(
         k = jnp.where(mask[..., None, None], k, 0)
         v = None if v is None else jnp.where(mask[..., None, None], v, 0)
         mask = flat(mask, batch, 1)
+    q, k, v = align(q, k, v)
     result: Any = attend(
         flat(q * factor, batch, 3).astype(k.dtype),
         flat(points_last(k), batch, 3),
@@ -207,7 +213,7 @@ def scatter(
     mask: Bool[Array, "*B N"] | None = None,
     latent_mask: Bool[Array, "*B M"] | None = None,
     scale: float | None = None,
-    noise: Float[Array, "*B H N M"] | Key[Array, ""] | None = None,
+    noise: Float[Array, "*B H N M"] | Key[Array, "..."] | None = None,
     rate: Float[Array, "*B N H"] | None = None,
     axis_name: str | None = None,
     dropout: float = 0.0,
@@ -227,7 +233,8 @@ def scatter(
         mask: True for real points. Masked points read 0, whatever they hold.
         latent_mask: True for latents that may be read. A point without any reads 0.
         scale: factor on the scores; None means 1 / sqrt(D).
-        noise: uniforms u, or a key to draw them block by block.
+        noise: uniforms u, or a key to draw them by, one for all items or one for
+            each: block by block, for each point by its rank among the real ones.
         rate: factor on the noise of each point and head; None means 1.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
         dropout: part of the probabilities that is set to 0, the rest being scaled up;
@@ -247,26 +254,40 @@ def scatter(
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
         rate = None if rate is None else jnp.where(mask[..., None], rate, 0)
+    if latent_mask is not None:
+        q = jnp.where(latent_mask[..., None, :, None], q, 0)
+        z = jnp.where(latent_mask[..., None, :, None], z, 0)
+    k, q, z, rate = align(k, q, z, rate)
     y: Any = _scatter(
         flat(points_last(k), batch, 3),
         flat(q * factor, batch, 3).astype(k.dtype),
         flat(z, batch, 3),
         None if latent_mask is None else flat(latent_mask, batch, 1),
-        flat_noise(noise, batch, axis_name),
+        flat_noise(noise, k, mask, axis_name),
         None if rate is None else flat(jnp.swapaxes(rate, -1, -2), batch, 2),
         shard_key(key if dropout else None, axis_name),
         dropout,
         block,
-        axis_name,
     )
     y = points_first(y.reshape(*batch, *y.shape[1:]))
     return y if mask is None else jnp.where(mask[..., None, None], y, 0)
 
 
-def flat_noise(noise: Array | None, batch, axis_name: str | None) -> Array | None:
-    """Uniforms [*B, H, N, M] as [B, H, M, N], or a key for this shard."""
+def flat_noise(
+    noise: Array | None, k: Array, mask: Array | None, axis_name: str | None
+) -> Any:
+    """Noise as `_scatter` takes it, for k [*B, N, H, D].
+
+    A key for all items and no mask give keys [1] and ranks [1, N].
+    """
     if noise is None:
         return None
-    if jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
-        return shard_key(noise, axis_name)
-    return flat(jnp.swapaxes(noise, -1, -2), batch, 3)
+    batch = k.shape[:-3]
+    if not jnp.issubdtype(noise.dtype, jax.dtypes.prng_key):
+        if mask is not None:
+            noise = jnp.where(mask[..., None, :, None], noise, 0.5)
+        return flat(jnp.swapaxes(noise, -1, -2), batch, 3)
+    ranks = rank(mask, k.shape[-3], axis_name)
+    if mask is None and noise.ndim == 0:
+        batch = ()
+    return flat(noise, batch, 0), flat(ranks, batch, 1)

@@ -7,11 +7,12 @@ over long contiguous rows, which is several times faster on CPUs than with
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array
+from jaxtyping import Array, Int
 
 # Scores held at once. 4 MiB in float32 was the fastest on CPUs; accelerators want
 # long blocks and have the memory.
@@ -20,6 +21,13 @@ _SCORES_ELSEWHERE = 2**26
 
 
 def accumulator(dtype) -> jnp.dtype:
+    """float32, or float64 for that.
+
+    Raises:
+        TypeError: if the dtype is no floating-point one.
+    """
+    if not jnp.issubdtype(dtype, jnp.floating):
+        raise TypeError(f"an operator needs floating-point inputs, got {dtype}.")
     return jnp.promote_types(dtype, jnp.float32)
 
 
@@ -74,6 +82,29 @@ def zeros(like: Array, shape: tuple[int, ...], dtype, fill: float = 0.0) -> Arra
     return jnp.broadcast_to(seed, shape)
 
 
+def _varying(a: Array) -> frozenset[str]:
+    """The mesh axes that an array varies over, inside `jax.shard_map`."""
+    kind: Any = jax.typeof(a)
+    return kind.manual_axis_type.varying
+
+
+def align(*arrays: Array | None) -> tuple[Any, ...]:
+    """Arrays that vary over the same mesh axes, inside `jax.shard_map`.
+
+    A derivative has to vary as its argument does. What is the same on all devices,
+    such as a parameter, varies afterwards like the points, and the derivative of this
+    adds the devices' parts up: the operators' own derivatives need no collective.
+    """
+    given = [a for a in arrays if a is not None]
+    axes = frozenset().union(*(_varying(a) for a in given))
+
+    def vary(a):
+        missing = () if a is None else tuple(sorted(axes - _varying(a)))
+        return lax.pcast(a, missing, to="varying") if missing else a
+
+    return tuple(vary(a) for a in arrays)
+
+
 def softmax_gradient(p: Array, dp: Array) -> Array:
     """Derivative of a softmax over latents, p (dp - sum_M p dp), of [B, H, M, n].
 
@@ -99,6 +130,24 @@ def drop(p: Array, key: Array | None, dropout: float, start) -> Array:
         return p
     kept = jax.random.bernoulli(jax.random.fold_in(key, start), 1 - dropout, p.shape)
     return jnp.where(kept, p / (1 - dropout), 0)
+
+
+def rank(mask: Array | None, points: int, axis_name: str | None) -> Int[Array, "... N"]:
+    """How many real points come before each, over all shards: [N] or [*B, N].
+
+    What is drawn for each rank does not depend on padding, blocks or shards.
+    """
+    here = jnp.arange(points, dtype=jnp.int32)
+    if mask is None:
+        before = 0 if axis_name is None else lax.axis_index(axis_name) * points
+        return here + before
+    here = jnp.cumsum(mask, -1, dtype=jnp.int32)
+    before = jnp.zeros((), jnp.int32)
+    if axis_name is not None:
+        counts = lax.all_gather(here[..., -1], axis_name, axis=-1)
+        earlier = jnp.arange(counts.shape[-1]) < lax.axis_index(axis_name)
+        before = jnp.where(earlier, counts, 0).sum(-1)[..., None]
+    return jnp.maximum(here - 1 + before, 0)
 
 
 def shard_key(key: Array | None, axis_name: str | None) -> Array | None:

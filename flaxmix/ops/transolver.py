@@ -20,6 +20,7 @@ from flaxmix.ops.attention import attention, flat, points_last
 from flaxmix.ops.latent import flat_noise, rate_gradient, scatter, scores
 from flaxmix.ops.stream import (
     accumulator,
+    align,
     block_size,
     cut,
     dot,
@@ -102,8 +103,6 @@ def _pool_backward(block, axis_name, saved, cotangents):
     )
     size = block_size(q, points, block)
     dk, dq, dv, drate = fold(points, size, body, init)
-    if axis_name is not None:
-        dq = lax.psum(dq, axis_name)
     if rate is not None and drate is None:
         drate = jnp.zeros_like(rate)
     return dk, dq.astype(q.dtype), dv, None, None, drate
@@ -118,7 +117,7 @@ def pool(
     v: Float[Array, "*B N H E"],
     *,
     mask: Bool[Array, "*B N"] | None = None,
-    noise: Float[Array, "*B H N M"] | Key[Array, ""] | None = None,
+    noise: Float[Array, "*B H N M"] | Key[Array, "..."] | None = None,
     rate: Float[Array, "*B N H"] | None = None,
     axis_name: str | None = None,
     block: int | None = None,
@@ -134,8 +133,9 @@ def pool(
         q: slices, with the batch axes of `k` or none.
         v: what is averaged.
         mask: True for real points. What masked points hold never matters, even NaN.
-        noise: uniforms u, or a key to draw them block by block, for Gumbel noise
-            rate g, g = -log(-log u), on the scores.
+        noise: uniforms u for Gumbel noise rate g, g = -log(-log u), on the scores; or
+            a key to draw them by, one for all items or one for each: block by block,
+            for each point by its rank among the real ones.
         rate: factor on the noise of each point and head; None means 1.
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`.
         block: points worked on at once; None chooses by shape and backend.
@@ -149,12 +149,13 @@ def pool(
         k = jnp.where(mask[..., None, None], k, 0)
         v = jnp.where(mask[..., None, None], v, 0)
         rate = None if rate is None else jnp.where(mask[..., None], rate, 0)
+    k, q, v, rate = align(k, q, v, rate)
     result: Any = _pool(
         flat(points_last(k), batch, 3),
         flat(q, batch, 3).astype(k.dtype),
         flat(points_last(v), batch, 3),
         None if mask is None else flat(mask, batch, 1),
-        flat_noise(noise, batch, axis_name),
+        flat_noise(noise, k, mask, axis_name),
         None if rate is None else flat(jnp.swapaxes(rate, -1, -2), batch, 2),
         block,
         axis_name,
@@ -173,7 +174,7 @@ def transolver(
     value: Float[Array, "E E"],
     offset: Float[Array, "H E"] | None = None,
     mask: Bool[Array, "*B N"] | None = None,
-    noise: Float[Array, "*B H N M"] | Key[Array, ""] | None = None,
+    noise: Float[Array, "*B H N M"] | Key[Array, "..."] | None = None,
     rate: Float[Array, "*B N H"] | None = None,
     axis_name: str | None = None,
 ) -> Float[Array, "*B N H E"]:
