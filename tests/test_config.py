@@ -56,7 +56,6 @@ def test_paper_configs(data, latents, name):
             "model.mlp_layers": 3,
         },
         "transolver3": {"model.options": {"clamp": False}},
-        "transolverpp": {"model.options": {"evaluation_noise": True}},
         "abupt": {"model.latents": 512},
         "perceiver_io": {
             "model.latents": 512,
@@ -295,3 +294,31 @@ def test_first_difference_names_the_field():
     )
     free = some_config(workers=2, devices=8, progress=False, checkpoint_every=7)
     assert configs.first_difference(old, free) is None
+
+
+def test_options_of_a_config_file_can_be_changed():
+    """Options beside those of the file, and others for them."""
+    load = lambda *argv: configs.load(
+        PDEConfig, ["configs/pde/elasticity.py", "--model.name", "transolver3", *argv]
+    )
+    assert load().model.options == {"clamp": False}
+    assert load("--model.options", "clamp", "True").model.options == {"clamp": True}
+    both = load("--model.options", "other", "2").model.options
+    assert both == {"clamp": False, "other": 2}
+
+
+@pytest.mark.parametrize(
+    "written,name",
+    [
+        ("FLARE++", "flarepp"),
+        ("AB-UPT", "abupt"),
+        ("Transolver++", "transolverpp"),
+        ("transolver-3", "transolver3"),
+        ("Set Transformer", "set_transformer"),
+    ],
+)
+def test_names_as_papers_write_them(written, name, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        argv = ["configs/pde/elasticity.py", "--model.name", written]
+        configs.load(PDEConfig, argv)
+    assert f"the nearest is {name!r}" in capsys.readouterr().err

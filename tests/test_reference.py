@@ -222,7 +222,7 @@ def test_interop_rejects():
     )
     with pytest.raises(ValueError, match="meta lacks 'spec'"):
         interop.from_reference({}, params)
-    with pytest.raises(ValueError, match="kind 'mixxer' has no counterpart"):
+    with pytest.raises(ValueError, match="with a counterpart here in .*mixxer"):
         build(params, kind="mixxer", blocks=1, c_in=1, c_out=1, ffn_ratio=2.0)
     with pytest.raises(ValueError, match="the spec lacks 'blocks'"):
         build(params, kind="luna", c_in=3, c_out=1)
@@ -234,7 +234,13 @@ def test_interop_rejects():
         build(params | {"attn.qkv.bias": np.ones(5)})
     with pytest.raises(ValueError, match=r"'rope.omega' is \[2.\], expected \[1.\]"):
         build(params | {"rope.omega": np.full(1, 2.0)})
+    with pytest.raises(ValueError, match="'attn.qkv.bias' is int64, no floating"):
+        build(params | {"attn.qkv.bias": np.ones(96, int)})
     mixer = {"kind": "mixer", "mixer_cfg": {"num_latents": 8}}
+    with pytest.raises(ValueError, match="wrong flag or value: .*latents"):
+        build(params, **mixer, mixer="mha")
+    with pytest.raises(ValueError, match="wrong flag or value"):
+        build(params, kind="mixer", mixer="flare", mixer_cfg=None)
     with pytest.raises(ValueError, match="mixer 'flar' has no counterpart"):
         build(params, **mixer, mixer="flar")
     mixer["mixer_cfg"] = {"num_latents": 8, "sparse": True}

@@ -310,3 +310,12 @@ def test_rotary_angles_keep_their_digits_in_half_precision():
 def test_rotation_needs_two_channels_an_axis(width, axes):
     with pytest.raises(ValueError, match=f"of {axes} axes .* got {width}"):
         ops.rotary_frequencies(width, axes)
+
+
+def test_float16_gradients_of_nearly_empty_slices_are_finite():
+    k = jnp.zeros((1, 4, 1, 2), jnp.float16).at[..., 0].set(1)
+    q = jnp.asarray([[[0, 0], [-20, 0]]], jnp.float16)
+    for mask in (None, jnp.zeros((1, 4), bool)):
+        loss = lambda k, q, v, mask=mask: ops.pool(k, q, v, mask=mask)[0].sum()
+        grads = jax.grad(loss, (0, 1, 2))(k, q, jnp.ones_like(k))
+        assert all(np.isfinite(g).all() for g in grads)

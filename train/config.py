@@ -217,13 +217,23 @@ def load(cls: type[T], argv: list[str] | None = None) -> T:
     if not isinstance(config, cls):
         fail(f"{argv[0]}: config is a {type(config).__name__}, not a {cls.__name__}.")
     _check_names(argv[1:], list(_fields(config)))
-    return tyro.cli(
+    options = getattr(getattr(config, "model", None), "options", {})
+    result: Any = tyro.cli(
         cls,
-        default=config,
+        # The parser would take only the options that are there already.
+        default=_with_options(config, {}) if options else config,
         args=argv[1:],
         prog=program,
         config=(tyro.conf.AvoidSubcommands, tyro.conf.FlagConversionOff),
     )
+    if options:
+        result = _with_options(result, options | result.model.options)
+    return result
+
+
+def _with_options(config: Any, options: dict[str, Any]) -> Any:
+    model = dataclasses.replace(config.model, options=options)
+    return dataclasses.replace(config, model=model)
 
 
 def _fields(config: Any, prefix: str = ""):
@@ -246,8 +256,14 @@ def _model_name(arguments: list[str]) -> str | None:
     names = typing.get_args(ModelName)
     if not name or name in names:
         return name or None  # one without a value is a mistake that tyro reports
-    (near,) = difflib.get_close_matches(name, names, 1, cutoff=0)
-    fail(f"no model.name {name!r}; the nearest is {near!r}.")
+    # As papers write them: FLARE++, AB-UPT.
+    plain = {n.replace("_", ""): n for n in names}
+    written = name.lower().replace("+", "p")
+    written = "".join(filter(str.isalnum, written))
+    (near,) = difflib.get_close_matches(written, plain, 1, cutoff=0)
+    fail(
+        f"no model.name {name!r}; the nearest is {plain[near]!r} of {', '.join(names)}."
+    )
 
 
 def _check_names(arguments: list[str], fields: list[str]) -> None:

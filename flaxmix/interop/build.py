@@ -45,16 +45,39 @@ _PROJECTIONS = {
 }
 
 
+KINDS = (
+    "mixer",
+    "backbone",
+    "flare_original_mixer",
+    "flare_original",
+    "luna_block",
+    "luna",
+    "anchor_mixer",
+    "abupt_surface",
+    "set_transformer",
+    "perceiverio",
+    "lno",
+    "gnot",
+)
+
+
 def build(spec: Mapping[str, Any]) -> nnx.Module:
     """The module that a file's `spec` describes.
 
     Raises:
         ValueError: if a flag has no counterpart or is missing.
     """
+    if not isinstance(spec, Mapping) or spec.get("kind") not in KINDS:
+        raise ValueError(
+            f"no kind of module with a counterpart here in {spec!r}; known are "
+            f"{', '.join(KINDS)}."
+        )
     try:
         return _build(spec)
     except KeyError as error:
         raise ValueError(f"the spec lacks {error}.") from None
+    except (TypeError, AttributeError) as error:
+        raise ValueError(f"the spec has a wrong flag or value: {error}") from None
 
 
 def _build(spec: Mapping[str, Any]) -> nnx.Module:
@@ -102,8 +125,6 @@ def _build(spec: Mapping[str, Any]) -> nnx.Module:
         "set_transformer": models.SetTransformer,
         "perceiverio": models.PerceiverIO,
     }
-    if kind not in kinds:
-        raise ValueError(f"kind {kind!r} has no counterpart here.")
     return kinds[kind](*ends, **sizes, **depth)
 
 
@@ -125,6 +146,8 @@ def _mixer(spec: Mapping[str, Any]) -> Any:
             scale=scale.get(spec["attn_scale"], spec["attn_scale"]),
         )
     name, given = spec["mixer"], dict(spec["mixer_cfg"])
+    if name != "mha":
+        given.setdefault("num_latents", spec["M"])
     given.pop("kind", None)
     if name not in _MIXERS:
         raise ValueError(

@@ -98,13 +98,16 @@ def _frequencies(module: Any) -> dict[str, np.ndarray]:
 def from_reference(meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
     """Builds our module with the weights of the authors' module.
 
-    The result computes what theirs does, warts included: an unclamped temperature in
-    Transolver-3, for one. Noise is drawn where a key is given only.
+    The result computes what theirs does, such as an unclamped temperature in
+    Transolver-3. Only the noise of Transolver++ is not drawn without a key; set
+    `evaluation_noise` for that.
 
     Args:
         meta: `meta["spec"]` holds the flags of the authors' module: `kind`, `mixer`,
             `mixer_cfg`, `rmsnorm`, and the sizes C, H, M, `blocks`, `c_in`, `c_out`,
-            `ffn_ratio` as far as the kind has them.
+            `ffn_ratio` as far as the kind has them. AB-UPT has `coordinate_scale`,
+            LNO `layers`, GNOT `experts`, `structured` and `grid`, original FLARE
+            `attn_scale`, `Lk`, `Lv` and `Lf`.
         arrays: parameters by their PyTorch names, as in a `state_dict`.
 
     Returns:
@@ -131,6 +134,10 @@ def from_reference(meta: Mapping[str, Any], arrays: Mapping[str, Any]) -> Any:
     values: dict[tuple, np.ndarray] = {}
     for entry in entries:
         a = np.asarray(arrays[entry.name])
+        if not np.issubdtype(a.dtype, np.floating):
+            raise ValueError(
+                f"parameter {entry.name!r} is {a.dtype}, no floating-point array."
+            )
         if a.shape != entry.shape:
             raise ValueError(
                 f"parameter {entry.name!r} has shape {a.shape}, expected {entry.shape}."

@@ -185,8 +185,9 @@ class TransolverPP(_Slices):
         y = W_o sum_M w softmax_M(t W_q (t W_k)^T / sqrt(D)) t W_v
 
     with Gumbel noise g in training. W_s, the MLP (D to M to 1, exact GELU), W_q, W_k
-    and W_v are shared by the heads. O(N (C^2 + M C)) time, O(N C) memory: weights and
-    noise are recomputed block by block. 2 C^2 + 2 C + 2 (D M + M) + M + 1 + 3 D^2 + H
+    and W_v are shared by the heads. O(N (C^2 + M C)) time. Weights and noise are
+    recomputed block by block, but the MLP's hidden layer, N H M numbers, is held.
+    2 C^2 + 2 C + 2 (D M + M) + M + 1 + 3 D^2 + H
     parameters.
 
     The authors' code draws noise in evaluation too, so that the same input gives
@@ -249,7 +250,10 @@ class TransolverPP(_Slices):
         """
         noise = gumbel_u
         if noise is None and key is not None:
-            noise = jax.random.split(key, x.shape[:-2])
+            typed = jnp.issubdtype(key.dtype, jax.dtypes.prng_key)
+            # jax.random.PRNGKey makes the other kind.
+            own: Any = key if typed else jax.random.wrap_key_data(key)
+            noise = jax.random.split(own, x.shape[:-2])
         if noise is None and self.evaluation_noise:
             noise = jax.random.key(0)
         u = split(self.point(real(x, mask)), self.heads)

@@ -31,7 +31,7 @@ class ABUPT(Backbone):
         blocks: int,
         heads: int,
         latents: int,
-        coordinates: Sequence[int] = (0, 1, 2),
+        coordinates: Sequence[int] | None = None,
         coordinate_scale: float = 1000.0,
         norm: NormKind = "layer",
         mlp_ratio: float = 2.0,
@@ -50,7 +50,8 @@ class ABUPT(Backbone):
             blocks: depth B.
             heads: number of heads H.
             latents: number of anchors A; all points if there are fewer.
-            coordinates: which of the features are coordinates, meant to be in [0, 1].
+            coordinates: which of the features are coordinates, meant to be in [0, 1];
+                None for the first three, or fewer.
             coordinate_scale: factor on the coordinates in the rotary embedding.
             norm: kind of the norms.
             mlp_ratio: hidden width of a block's MLP, in units of C.
@@ -66,7 +67,8 @@ class ABUPT(Backbone):
                 channels to turn, a coordinate is no feature, a size is not positive,
                 or `dropout` is not in [0, 1).
         """
-        self.coordinates = tuple(coordinates)
+        first = range(min(inputs, 3))
+        self.coordinates = tuple(first if coordinates is None else coordinates)
         if not self.coordinates or not all(0 <= c < inputs for c in self.coordinates):
             raise ValueError(
                 f"coordinates={self.coordinates} must be some of {inputs} features."
