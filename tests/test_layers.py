@@ -176,3 +176,12 @@ def test_parameters_by_name():
         with_parameters(layer, params | {"other": jnp.ones(1)})
     with pytest.raises(ValueError, match=r"'last.bias' has shape \(3,\), expected"):
         with_parameters(layer, params | {"last.bias": jnp.ones(3)})
+
+
+def test_parts_of_the_package_are_found():
+    import flaxmix
+
+    assert {"data", "interop", "mixers", "models", "ops"} <= set(dir(flaxmix))
+    assert flaxmix.mixers is mixers
+    with pytest.raises(AttributeError, match="no attribute 'mixer'"):
+        flaxmix.mixer  # noqa: B018
