@@ -114,6 +114,7 @@ def test_points_are_a_set_and_items_are_alone(name):
     assert np.abs(other[1] - y[1]).max() > 1e-3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 def test_keeps_the_dtype(name):
     layer = module(name)
@@ -137,7 +138,9 @@ def test_large_inputs_stay_finite(name):
 MESHES = {"context": (4,), "both": (2, 4)}
 
 
-@pytest.mark.parametrize("shape", MESHES)
+@pytest.mark.parametrize(
+    "shape", ["context", pytest.param("both", marks=pytest.mark.slow)]
+)
 @pytest.mark.parametrize("name", KINDS)
 def test_shards_equal_one_device(name, shape):
     """Values, and gradients of every parameter and of x, in float64."""

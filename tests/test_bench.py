@@ -40,6 +40,7 @@ def assert_plausible(row):
     assert row["repeats"] == 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "suite, names, argv",
     [

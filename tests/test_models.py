@@ -87,6 +87,7 @@ def cache(tmp_path_factory):
         yield
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
 @pytest.mark.parametrize("data", CHANNELS)
 def test_small_configs_train_and_evaluate_every_model(cache, data, name):
