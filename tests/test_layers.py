@@ -9,7 +9,7 @@ from jax.test_util import check_grads
 
 from flaxmix import mixers
 from flaxmix.layers import Linear, ResidualMLP
-from flaxmix.layers.mlp import gelu
+from flaxmix.layers.mlp import exact_gelu, gelu
 from flaxmix.ops.affine import scale_and_shift
 from flaxmix.parameters import named_parameters, with_parameters
 
@@ -78,6 +78,7 @@ import jax.numpy as jnp
 from flax import nnx
 from flaxmix import losses, mixers, ops
 from flaxmix.layers import Linear, ResidualMLP
+from flaxmix.layers.mlp import exact_gelu
 
 def error(call):
     try:
@@ -185,3 +186,13 @@ def test_parts_of_the_package_are_found():
     assert flaxmix.mixers is mixers
     with pytest.raises(AttributeError, match="no attribute 'mixer'"):
         flaxmix.mixer  # noqa: B018
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_derivative_of_exact_gelu(dtype):
+    x = jnp.linspace(-6, 6, 101).astype(dtype)
+    exact = jax.vmap(jax.grad(lambda x: jax.nn.gelu(x, approximate=False)))
+    actual = jax.vmap(jax.grad(exact_gelu))(x)
+    assert actual.dtype == dtype
+    expected = exact(x.astype(jnp.float32))
+    assert_close(actual, expected, error=HALF.get(dtype, 1e-6))

@@ -119,9 +119,10 @@ def test_float64(name):
 
 
 # Where scores are large, temperatures near 0, or gradients nearly cancel. The authors'
-# own float32 gradients are off by 1.07e-5, 1.56e-5, 2.16e-4 and 2.04e-5 there; ours, at
-# the time of writing, by 1.4e-5, 1.7e-5, 5.7e-5 and 5.2e-5.
+# own float32 gradients are off by 2.00e-5, 1.07e-5, 1.56e-5, 2.16e-4 and 2.04e-5 there;
+# ours, at the time of writing, by 1.2e-5, 1.4e-5, 1.7e-5, 5.7e-5 and 5.2e-5.
 FLOAT32 = {
+    "model_backbone_simplifiedflarepp_ln": 3e-5,
     "model_flare_original": 3e-5,
     "model_gnot_structured": 3e-5,
     "mixer_transolverpp": 1e-4,

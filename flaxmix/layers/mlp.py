@@ -3,10 +3,13 @@
 from typing import Literal
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
+from jax import lax
 from jaxtyping import Array, Float
 
 from flaxmix.layers.linear import Init, Linear
+from flaxmix.ops.affine import wide
 
 Gelu = Literal["tanh", "exact"]
 
@@ -29,9 +32,17 @@ def exact_gelu(x: Float[Array, "..."]) -> Float[Array, "..."]:
     return jax.nn.gelu(x, approximate=False)
 
 
+def _exact_gelu_gradient(x, g):
+    # Phi(x) + x phi(x), written out: jax 0.12 cannot take the derivative of erf inside
+    # `jax.shard_map`.
+    u = wide(x)
+    cumulative = 0.5 * lax.erfc(-(0.5**0.5) * u)
+    density = jnp.exp(-0.5 * jnp.square(u)) / (2 * jnp.pi) ** 0.5
+    return (((cumulative + u * density) * wide(g)).astype(g.dtype),)
+
+
 exact_gelu.defvjp(
-    lambda x: (jax.nn.gelu(x, approximate=False), x),
-    lambda x, g: jax.vjp(lambda x: jax.nn.gelu(x, approximate=False), x)[1](g),
+    lambda x: (jax.nn.gelu(x, approximate=False), x), _exact_gelu_gradient
 )
 
 
