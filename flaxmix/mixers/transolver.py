@@ -1,5 +1,6 @@
 """Physics attention of Transolver, Transolver++ and Transolver-3 as layers."""
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -49,24 +50,15 @@ class _Slices(nnx.Module):
         return self.out(merge(y))
 
 
-def _inverse(temperature, clamp):
-    t = temperature[...]
-    return 1 / (jnp.clip(t, 0.1, 5.0) if clamp else t)
+class _Tempered(_Slices):
+    """What Transolver and Transolver-3 share: a temperature for each head.
 
-
-class Transolver(_Slices):
-    """Transolver's physics attention (arXiv:2402.02366), without its convolutions.
-
-        w = softmax_M((W_s P x + b_s) / tau),  t = sum_N w (F x) / (sum_N w + 1e-5)
-        y = W_o sum_M w softmax_M(t W_q (t W_k)^T / sqrt(D)) t W_v
-
-    for each head, tau being its temperature within 0.1 and 5. W_s, W_q, W_k and W_v
-    are shared by the heads. O(N (C^2 + M C)) time, O(N C) memory: weights are
-    recomputed block by block. 3 C^2 + 3 C + D M + M + 3 D^2 + H parameters.
-
-    The paper starts W_s as an orthogonal matrix; here, as in the comparison of
-    arXiv:2608.11519, it starts like every other weight.
+    A subclass makes its projections, and projects to what decides the slices, what is
+    averaged, and further arguments of `ops.transolver`.
     """
+
+    _make_projections: Callable[..., None]
+    _projected: Callable[..., tuple[Any, Any, dict[str, Any]]]
 
     def __init__(
         self,
@@ -91,8 +83,7 @@ class Transolver(_Slices):
                 positive.
         """
         super().__init__(channels, heads, latents, rngs)
-        self.point = Linear(channels, channels, rngs=rngs)
-        self.feature = Linear(channels, channels, rngs=rngs)
+        self._make_projections(channels, rngs)
         self.temperature = nnx.Param(jnp.full(heads, 0.5, jnp.float32))
         self.clamp = clamp
 
@@ -104,13 +95,36 @@ class Transolver(_Slices):
         axis_name: str | None = None,
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
-        x = real(x, mask)
-        k, v = split(self.point(x), self.heads), split(self.feature(x), self.heads)
-        factor = _inverse(self.temperature, self.clamp)
-        return self._mix(k, v, factor=factor, mask=mask, axis_name=axis_name)
+        k, v, options = self._projected(real(x, mask))
+        t = self.temperature[...]
+        factor = 1 / (jnp.clip(t, 0.1, 5.0) if self.clamp else t)
+        options |= {"mask": mask, "axis_name": axis_name}
+        return self._mix(k, v, factor=factor, **options)
 
 
-class Transolver3(_Slices):
+class Transolver(_Tempered):
+    """Transolver's physics attention (arXiv:2402.02366), without its convolutions.
+
+        w = softmax_M((W_s P x + b_s) / tau),  t = sum_N w (F x) / (sum_N w + 1e-5)
+        y = W_o sum_M w softmax_M(t W_q (t W_k)^T / sqrt(D)) t W_v
+
+    for each head, tau being its temperature within 0.1 and 5. W_s, W_q, W_k and W_v
+    are shared by the heads. O(N (C^2 + M C)) time, O(N C) memory: weights are
+    recomputed block by block. 3 C^2 + 3 C + D M + M + 3 D^2 + H parameters.
+
+    The paper starts W_s as an orthogonal matrix; here, as in the comparison of
+    arXiv:2608.11519, it starts like every other weight.
+    """
+
+    def _make_projections(self, channels, rngs):
+        self.point = Linear(channels, channels, rngs=rngs)
+        self.feature = Linear(channels, channels, rngs=rngs)
+
+    def _projected(self, x):
+        return split(self.point(x), self.heads), split(self.feature(x), self.heads), {}
+
+
+class Transolver3(_Tempered):
     """Transolver-3's physics attention, without tiles and caches.
 
         w = softmax_M((W_s P x + b_s) / tau),  t = F sum_N w x / (sum_N w + 1e-5) + b_F
@@ -126,55 +140,17 @@ class Transolver3(_Slices):
     infinite scores; `clamp=False` does the same.
     """
 
-    def __init__(
-        self,
-        channels: int,
-        *,
-        heads: int,
-        latents: int,
-        clamp: bool = True,
-        rngs: nnx.Rngs,
-    ):
-        """Initialises weights N(0, 0.02^2), biases 0 and temperatures 0.5.
-
-        Args:
-            channels: width C of the points.
-            heads: number of heads H.
-            latents: number of slices M, for each head.
-            clamp: whether temperatures are kept within 0.1 and 5.
-            rngs: where the initial parameters come from.
-
-        Raises:
-            ValueError: if `heads` does not divide `channels`, or a size is not
-                positive.
-        """
-        super().__init__(channels, heads, latents, rngs)
+    def _make_projections(self, channels, rngs):
         self.project = Linear(channels, 2 * channels, rngs=rngs)
-        self.temperature = nnx.Param(jnp.full(heads, 0.5, jnp.float32))
-        self.clamp = clamp
 
-    def __call__(
-        self,
-        x: Float[Array, "*B N C"],
-        *,
-        mask: Bool[Array, "*B N"] | None = None,
-        axis_name: str | None = None,
-        key: Key[Array, ""] | None = None,
-    ) -> Float[Array, "*B N C"]:
-        x = real(x, mask)
+    def _projected(self, x):
         kernel, bias = self.project.kernel[...].astype(x.dtype), self.project.bias
         assert bias is not None
         offset, shift = jnp.split(bias[...], 2)
         v, k = jnp.split(x @ kernel, 2, -1)
         k = split(k + shift.astype(x.dtype), self.heads)
-        return self._mix(
-            k,
-            split(v, self.heads),
-            factor=_inverse(self.temperature, self.clamp),
-            offset=offset.reshape(self.heads, -1),
-            mask=mask,
-            axis_name=axis_name,
-        )
+        offset = offset.reshape(self.heads, -1)
+        return k, split(v, self.heads), {"offset": offset}
 
 
 class TransolverPP(_Slices):

@@ -83,10 +83,5 @@ class Block(nnx.Module):
         y = self.mixer(
             self.mixer_norm(x), mask=mask, axis_name=axis_name, key=first, **inputs
         )
-        x = x + self._dropped(y, second, axis_name)
+        x = x + drop(y, shard_key(second, axis_name), self.dropout, 0)
         return x + self.mlp(self.mlp_norm(x))
-
-    def _dropped(self, y, key, axis_name):
-        if not self.dropout:
-            return y
-        return drop(y, shard_key(key, axis_name), self.dropout, 0)

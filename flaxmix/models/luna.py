@@ -49,9 +49,7 @@ class LunaBlock(nnx.Module):
         y, packed = self.mixer(
             self.mixer_norm(x), self.packed_norm(p), mask=mask, axis_name=axis_name
         )
-        if self.dropout:
-            y = drop(y, shard_key(key, axis_name), self.dropout, 0)
-        x = x + y
+        x = x + drop(y, shard_key(key, axis_name), self.dropout, 0)
         return x + self.mlp(self.mlp_norm(x)), p + packed
 
 

@@ -126,7 +126,7 @@ def check_dropout(dropout: float) -> None:
 
 def drop(p: Array, key: Array | None, dropout: float, start) -> Array:
     """Dropout of a block that begins at point `start`: the same in both directions."""
-    if key is None:
+    if key is None or not dropout:
         return p
     kept = jax.random.bernoulli(jax.random.fold_in(key, start), 1 - dropout, p.shape)
     return jnp.where(kept, p / (1 - dropout), 0)
