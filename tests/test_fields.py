@@ -55,6 +55,7 @@ CHANGES = {
     "checkpoint_every": 3,
     "steps_per_call": 2,
     "devices": 2,
+    "context": 2,
 }
 # The rules differ in parameters that this model has.
 BASES = {"optimizer.decay": ("model.name", "transolver")}
@@ -62,6 +63,9 @@ ELSEWHERE = {
     "data.name": "chosen by the class of the data config",
     "data.resolution": "of generated data, in test_generation_fields",
     "data.seed": "of generated data, in test_generation_fields",
+    "distributed.coordinator": "test_processes",
+    "distributed.processes": "test_processes",
+    "distributed.process": "test_processes",
     "workers": "test_pipeline and test_training",
     "run": "test_training",
     "progress": "test_training",
@@ -93,23 +97,25 @@ def signature(config):
     size = loop.steps_per_call(
         config.steps_per_call, task.interval, task.steps, config.checkpoint_every
     )
+    mesh = parallel.make_mesh(data=config.devices, context=config.context)
     batches = [
         {k: a.tobytes() for k, a in batch.items()}
-        for batch in itertools.islice(task.batches(0, 1), 3)
+        for batch in itertools.islice(task.batches(0, 1, mesh), 3)
     ]
-    mesh = parallel.make_mesh(data=config.devices)
     layout = plan(config, task, mesh)
     key = jax.random.key(config.seed)
-    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1)))
+    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1, mesh)))
     step = lambda state, batch: train_step(
         state,
         batch,
-        loss_fn=lambda p, b, key: task.loss(with_parameters(layout.model, p), b, key),
+        loss_fn=lambda p, b, key: task.loss(
+            with_parameters(layout.model, p), b, key, mesh
+        ),
         optimizer=layout.optimizer,
         ema=config.optimizer.ema,
         key=noise_key(config.seed),
     )
-    sizes = [b["x"].shape for b, _ in task.predictor.batches(task.dataset.test, 1)]
+    sizes = [b["x"].shape for b, _ in task.predictor.batches(task.dataset.test, mesh)]
     return (
         (task.steps, task.interval, size, task.fingerprint, sorted(task.selections)),
         mesh.shape,

@@ -94,12 +94,13 @@ def test_small_configs_train_and_evaluate_every_model(cache, data, name):
     tiny = ["--data.train", "4", "--data.test", "1", "--progress", "False"]
     config = load(f"configs/pde/{data}_small.py", "--model.name", name, *tiny)
     task = pde.make_task(config)
-    layout = plan(config, task, parallel.make_mesh(data=1))
-    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1)))
+    mesh = parallel.make_mesh(data=1)
+    layout = plan(config, task, mesh)
+    batch = jax.tree.map(lambda a: a[0], next(task.batches(0, 1, mesh)))
     with_params = functools.partial(with_parameters, layout.model)
     step = functools.partial(
         train_step,
-        loss_fn=lambda params, *args: task.loss(with_params(params), *args),
+        loss_fn=lambda params, *args: task.loss(with_params(params), *args, mesh),
         optimizer=layout.optimizer,
         ema=config.optimizer.ema,
         key=noise_key(0),

@@ -150,6 +150,26 @@ class OptimizerConfig:
 
 
 @dataclass(frozen=True, kw_only=True, config=_strict)
+class DistributedConfig:
+    """Several processes that train together, each with its own devices."""
+
+    coordinator: str | None = None
+    """host:port of process 0, "auto" to ask Slurm or MPI, None for one process."""
+    processes: Count | None = None
+    """How many there are, unless the coordinator is "auto"."""
+    process: Annotated[int, Field(ge=0)] | None = None
+    """Which of them this is, from 0 on, unless the coordinator is "auto"."""
+
+    def __post_init__(self):
+        numbers = self.processes, self.process
+        if self.coordinator in (None, "auto") and numbers != (None, None):
+            raise ValueError(
+                f"processes={self.processes} and process={self.process} need "
+                f"coordinator=host:port, got coordinator={self.coordinator!r}."
+            )
+
+
+@dataclass(frozen=True, kw_only=True, config=_strict)
 class PDEConfig:
     """A surrogate trained on one data set."""
 
@@ -175,7 +195,11 @@ class PDEConfig:
     workers: Annotated[int, Field(ge=0)] = 0
     """Processes that read ahead; 0 for threads."""
     devices: Count = 1
-    """Devices that share each batch."""
+    """Parts of each batch, each on its own devices."""
+    context: Count = 1
+    """Parts of each sample's points, each on its own device: devices x context in all.
+    """
+    distributed: DistributedConfig = DistributedConfig()
     run: Path
     """Folder of the run. It is resumed if it exists, so it belongs to one config."""
     progress: bool = True
@@ -183,7 +207,16 @@ class PDEConfig:
 
 
 FREE = frozenset(
-    {"workers", "devices", "progress", "run", "checkpoint_every", "data.folder"}
+    {
+        "workers",
+        "devices",
+        "context",
+        "distributed",
+        "progress",
+        "run",
+        "checkpoint_every",
+        "data.folder",
+    }
 )
 """Fields that a resumed run may change: they do not change what it computes.
 

@@ -6,6 +6,9 @@ import math
 from pathlib import Path
 from typing import Any
 
+import jax
+
+from flaxmix import parallel
 from train import config as configs
 from train.log import read_metrics
 
@@ -13,20 +16,40 @@ from train.log import read_metrics
 def open_folder(config: Any, fingerprint: str) -> Path:
     """Makes the run folder, or checks that it belongs to this config and data.
 
+    Of several processes, which all need to see the folder, the first one makes it.
+
     Raises:
         ValueError: if the folder belongs to another config or data set, or to
-            something else; it names the first difference.
+            something else; it names the first difference. Also if the processes
+            differ in their config or data.
     """
     folder = config.run
     path = folder / "config.json"
-    if check_folder(config):
+    own = {"distributed": configs.DistributedConfig(), "workers": 0, "progress": True}
+    shared = dataclasses.replace(config, **own)
+    parallel.check_equal(config=repr(shared), data=fingerprint)
+    begun = check_folder(config)
+    parallel.wait_for_all("the run folder is made")
+    if not begun and parallel.is_first():
+        _make_folder(config, fingerprint)
+    parallel.wait_for_all("the run folder is there")
+    if not path.exists():
+        raise ValueError(
+            f"{folder} is not there for process {jax.process_index()}: the processes "
+            "need one file system."
+        )
+    if begun:
         found = read_fingerprint(folder)
         if found != fingerprint:
             raise ValueError(
                 f"{folder} holds a run on other data: fingerprint {found} became "
                 f"{fingerprint}. Choose another folder with --run."
             )
-        return folder
+    return folder
+
+
+def _make_folder(config: Any, fingerprint: str) -> None:
+    folder = config.run
     folder.mkdir(parents=True, exist_ok=True)
     # The config comes last: without it the folder is no run.
     write_json(folder / "data.json", {"fingerprint": fingerprint})
@@ -34,8 +57,7 @@ def open_folder(config: Any, fingerprint: str) -> Path:
     if data.folder is not None:
         # The run must find its data from any working directory.
         data = dataclasses.replace(data, folder=data.folder.absolute())
-    configs.write(dataclasses.replace(config, data=data), path)
-    return folder
+    configs.write(dataclasses.replace(config, data=data), folder / "config.json")
 
 
 def check_folder(config: Any) -> bool:

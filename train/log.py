@@ -198,6 +198,28 @@ class Log:
         self._last = rows[-1]["step"] if rows else -1
 
 
+class Silent:
+    """The log of every process but the first: nothing is written or shown."""
+
+    def __enter__(self) -> "Silent":
+        return self
+
+    def __exit__(self, *_) -> None:
+        pass
+
+    def write(self, step: int, metrics: dict[str, float]) -> None:
+        pass
+
+    def flush(self) -> None:
+        pass
+
+    def progress(self, step: int, **shown: float) -> None:
+        pass
+
+    def print(self, text: str) -> None:
+        pass
+
+
 def read_metrics(folder: Path) -> list[Row]:
     """Reads `metrics.jsonl`: rows in the order written, none if there is no file.
 

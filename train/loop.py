@@ -29,8 +29,8 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     """Trains, or goes on training, until all steps are done.
 
     Args:
-        config: with `optimizer`, `seed`, `run`, `devices`, `steps_per_call`,
-            `checkpoint_every` and `progress`.
+        config: with `optimizer`, `seed`, `run`, `devices`, `context`,
+            `steps_per_call`, `checkpoint_every` and `progress`.
         task: what is trained.
 
     Returns:
@@ -45,10 +45,11 @@ def run(config: Any, task: Task) -> dict[str, Any]:
         raise ValueError(
             f"batch={task.samples} must be a multiple of devices={config.devices}."
         )
-    mesh = parallel.make_mesh(data=config.devices)
+    mesh = parallel.make_mesh(data=config.devices, context=config.context)
     layout = plan(config, task, mesh)
     model, shardings = layout.model, layout.shardings
 
+    progress = config.progress and parallel.is_first()
     folder = open_folder(config, task.fingerprint)
     checkpoints = Checkpoints(folder / "checkpoints", best=tuple(task.selections))
     start = checkpoints.latest()
@@ -56,7 +57,7 @@ def run(config: Any, task: Task) -> dict[str, Any]:
         # A damaged or missing file is made anew below.
         with contextlib.suppress(OSError, ValueError):
             results = json.loads((folder / "results.json").read_text())
-            if config.progress:
+            if progress:
                 print(f"{folder} is finished: all {task.steps} steps are done.")
             return results
     old = log.read_metrics(folder) if (folder / "metrics.jsonl").exists() else []
@@ -72,10 +73,11 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     else:
         state = checkpoints.restore(start, layout.abstract, shardings)
 
+    def loss(mesh, params, batch, key):
+        return task.loss(with_parameters(model, params), batch, key, mesh)
+
     options = {
-        "loss_fn": lambda p, batch, key: task.loss(
-            with_parameters(model, p), batch, key
-        ),
+        "loss_fn": functools.partial(loss, mesh),
         "optimizer": layout.optimizer,
         "ema": config.optimizer.ema,
         "key": noise_key(config.seed),
@@ -102,12 +104,12 @@ def run(config: Any, task: Task) -> dict[str, Any]:
     )
 
     done = start or 0
-    with (
-        contextlib.closing(checkpoints),
-        log.Log(
-            folder, steps=task.steps, start=start, progress=config.progress
-        ) as logger,
-    ):
+    # All have read what the first may now write.
+    parallel.wait_for_all("the start of the log")
+    logger = log.Silent()
+    if parallel.is_first():
+        logger = log.Log(folder, steps=task.steps, start=start, progress=progress)
+    with contextlib.closing(checkpoints), logger:
 
         def check(values, when):
             for name, value in values.items():
@@ -125,7 +127,7 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             logger.flush()
             # Before saving: a checkpoint of bad weights would end every resumption.
             check(errors, f"after step {done}")
-            if done not in checkpoints.steps():
+            if done != start:
                 checkpoints.save(done, state, errors)
             text = ", ".join(f"{k} {100 * v:.3f} %" for k, v in errors.items())
             logger.print(f"step {done}: {text}")
@@ -151,19 +153,29 @@ def run(config: Any, task: Task) -> dict[str, Any]:
 
         if start is not None:
             logger.print(f"resuming {folder} after step {start} of {task.steps}")
-        batches = iter(task.batches(done, size)) if done < task.steps else iter(())
-        if config.progress and done < task.steps:
+        batches = iter(())
+        if done < task.steps:
+            batches = (
+                parallel.global_batch(batch, mesh, stacked=True)
+                for batch in task.batches(done, size, mesh)
+            )
+        if progress and done < task.steps:
             first = next(batches)
             batches = itertools.chain([first], batches)
             one = jax.tree.map(
                 lambda a: jax.ShapeDtypeStruct(a.shape[1:], a.dtype), first
             )
+            # Those of all devices together.
+            whole = {"loss_fn": functools.partial(loss, parallel.make_mesh(data=1))}
             flops = count_flops(
-                functools.partial(train_step, **options), layout.abstract, one
+                functools.partial(train_step, **(options | whole)),
+                *(layout.abstract, one),
             )
             groups = decayed(list(layout.abstract.params), config.optimizer.decay)
             rows = _rows(task, layout.abstract.params, groups, mesh, size, flops)
             log.table(str(folder), [*task.rows, *rows])
+        # A run that was killed before its first checkpoint starts anew.
+        old = [] if start is None else old
         measured = [r for r in old if all(name in r for name in task.selections)]
         at_boundary = done % task.interval == 0 or done == task.steps
         if at_boundary and not any(r["step"] == done for r in measured):
@@ -193,10 +205,13 @@ def run(config: Any, task: Task) -> dict[str, Any]:
                 logger.flush()
                 checkpoints.save(done, state, {})
 
-    plots.curves(log.read_metrics(folder), folder / "curves.png")
     task.finish(with_parameters(model, state.params), mesh, folder)
+    # The record is complete: only the first process writes it.
+    parallel.wait_for_all("the end of the log")
     results = summarize(folder, task.selections)
-    write_json(folder / "results.json", results)
+    if parallel.is_first():
+        plots.curves(log.read_metrics(folder), folder / "curves.png")
+        write_json(folder / "results.json", results)
     return results
 
 

@@ -14,7 +14,12 @@ import numpy as np
 from flaxmix import data, losses, parallel
 from flaxmix.data import darcy, elasticity, pipeline
 from train import config as configs, loop, plots
-from train.config import DarcyConfig, ElasticityConfig, PDEConfig
+from train.config import (
+    DarcyConfig,
+    DistributedConfig,
+    ElasticityConfig,
+    PDEConfig,
+)
 from train.folder import check_folder
 from train.models import Model, check_model, make_model
 from train.task import Task
@@ -42,6 +47,12 @@ def make_dataset(config: ElasticityConfig | DarcyConfig) -> data.Dataset:
     )
 
 
+def predict(model, batch, targets: data.Normalizer, mesh, key=None):
+    """Fields [B, N, c_out] of a batch in physical units, on a mesh of devices."""
+    y = parallel.apply(model, batch["x"], mesh=mesh, mask=batch.get("mask"), key=key)
+    return targets.decode(y)
+
+
 class Predictor:
     """Predictions in physical units, for whole splits of any size.
 
@@ -50,34 +61,41 @@ class Predictor:
 
     def __init__(self, targets: data.Normalizer, batch: int):
         self._targets, self._batch = targets, batch
-        self._jitted = jax.jit(self._predict)
+        self._fields = jax.jit(self._predict, static_argnums=2)
+        self._errors = jax.jit(self._measure, static_argnums=2)
 
-    def _predict(self, model, batch):
-        y = model(batch["x"], mask=batch.get("mask"))
-        prediction = self._targets.decode(y)
-        mask = batch.get("mask")
-        return prediction, losses.relative_l2(prediction, batch["y"], mask=mask)
+    def _predict(self, model, batch, mesh):
+        fields = predict(model, batch, self._targets, mesh)
+        return parallel.replicate(fields, mesh)
 
-    def batches(self, samples, shards: int):
+    def _measure(self, model, batch, mesh):
+        fields = predict(model, batch, self._targets, mesh)
+        errors = losses.relative_l2(fields, batch["y"], mask=batch.get("mask"))
+        return parallel.replicate(errors, mesh)
+
+    def batches(self, samples, mesh):
         """Every sample once, as (batch, how many of its rows are samples)."""
         # Filling up is internal, so the batch may grow to suit the devices.
+        shards = parallel.batch_shards(mesh)
         size = -(-self._batch // shards) * shards
-        return pipeline.evaluation_batches(samples, batch=size)
-
-    def _run(self, model, samples, mesh):
-        sharding = parallel.batch_sharding(mesh)
-        for batch, count in self.batches(samples, parallel.batch_shards(mesh)):
-            fields, errors = self._jitted(model, jax.device_put(batch, sharding))
-            yield np.asarray(fields)[:count], np.asarray(errors, np.float64)[:count]
+        share = parallel.share(mesh)
+        for batch, count in pipeline.evaluation_batches(
+            samples, batch=size, share=share
+        ):
+            yield parallel.global_batch(batch, mesh), count
 
     def errors(self, model, samples, mesh) -> np.ndarray:
         """Relative L2 error of each sample [S], float64."""
-        return np.concatenate([e for _, e in self._run(model, samples, mesh)])
+        errors = [
+            np.asarray(self._errors(model, batch, mesh), np.float64)[:count]
+            for batch, count in self.batches(samples, mesh)
+        ]
+        return np.concatenate(errors)
 
     def fields(self, model, sample, mesh) -> np.ndarray:
         """Predicted fields [N, c_out] of one sample."""
-        ((fields, _),) = self._run(model, [sample], mesh)
-        return fields[0, : len(sample["x"])]
+        ((batch, _),) = self.batches([sample], mesh)
+        return np.asarray(self._fields(model, batch, mesh))[0, : len(sample["x"])]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,19 +143,19 @@ def make_task(config: PDEConfig) -> PDETask:
         grid=dataset.grid,
     )
 
-    def loss(model, batch, key):
-        mask = batch.get("mask")
-        y = model(batch["x"], mask=mask, key=key)
-        prediction = dataset.targets.decode(y)
-        value = losses.relative_l2(prediction, batch["y"], mask=mask)
+    def loss(model, batch, key, mesh):
+        prediction = predict(model, batch, dataset.targets, mesh, key)
+        value = losses.relative_l2(prediction, batch["y"], mask=batch.get("mask"))
         if config.gradient_weight:
             assert dataset.grid is not None
+            # Without the padding that evens shards out.
+            points = dataset.grid[0] * dataset.grid[1]
             value = value + config.gradient_weight * losses.relative_gradient_l2(
-                prediction, batch["y"], dataset.grid
+                prediction[:, :points], batch["y"][:, :points], dataset.grid
             )
         return value.mean()
 
-    def batches(start, steps_per_call):
+    def batches(start, steps_per_call, mesh):
         return pipeline.training_batches(
             dataset.train,
             batch=config.batch,
@@ -145,6 +163,7 @@ def make_task(config: PDEConfig) -> PDETask:
             start=start,
             steps_per_call=steps_per_call,
             workers=config.workers,
+            share=parallel.share(mesh),
         )
 
     def evaluate(model, mesh):
@@ -198,25 +217,38 @@ def draw(
     last = errors[list(runs)[-1]]
     index = int(np.abs(last - np.median(last)).argmin())
     sample = dataset.test[index]
-    plots.fields(
-        sample["x"][:, list(dataset.coordinates)],
-        sample["y"][:, 0],
-        {
-            name: predictor.fields(model, sample, mesh)[:, 0]
-            for name, (model, predictor) in runs.items()
-        },
-        folder / "fields.png",
-        quantity=dataset.quantity,
-        grid=dataset.grid,
-        title=f"{dataset.name}, test sample {index} (nearest the median error)",
-    )
-    plots.errors(errors, folder / "errors.png")
+    predictions = {
+        name: predictor.fields(model, sample, mesh)[:, 0]
+        for name, (model, predictor) in runs.items()
+    }
+    if parallel.is_first():
+        plots.fields(
+            sample["x"][:, list(dataset.coordinates)],
+            sample["y"][:, 0],
+            predictions,
+            folder / "fields.png",
+            quantity=dataset.quantity,
+            grid=dataset.grid,
+            title=f"{dataset.name}, test sample {index} (nearest the median error)",
+        )
+        plots.errors(errors, folder / "errors.png")
     return errors
+
+
+def join(distributed: DistributedConfig) -> None:
+    """Joins the other processes, if there are any."""
+    if distributed.coordinator is not None:
+        parallel.start_processes(
+            distributed.coordinator,
+            processes=distributed.processes,
+            process=distributed.process,
+        )
 
 
 def main(argv: list[str] | None = None) -> None:
     config = configs.load(PDEConfig, argv)
     try:
+        join(config.distributed)
         check_folder(config)  # before data are generated in vain
         results = loop.run(config, make_task(config))
     except (ValueError, OSError) as error:
@@ -227,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on.", file=sys.stderr)
         raise SystemExit(130) from None
-    if config.progress:
+    if config.progress and parallel.is_first():
         for selection, errors in results.items():
             text = ", ".join(
                 f"{k} {100 * v:.3f} %" for k, v in errors.items() if k != "step"

@@ -24,10 +24,10 @@ class Task:
 
     Attributes:
         init: makes the model from a key.
-        loss: mean loss of a batch [B, ...], as loss(model, batch, key); the key is for
-            dropout and noise.
-        batches: batches without end from a step on, [steps, B, ...] for one call
-            each, as batches(start, steps_per_call).
+        loss: mean loss of a batch [B, ...], as loss(model, batch, key, mesh); the key
+            is for dropout and noise.
+        batches: this process's share of batches without end from a step on, [steps,
+            B, ...] for one call each, as batches(start, steps_per_call, mesh).
         evaluate: errors of a model on whole splits, as evaluate(model, mesh).
         finish: draws what people look at, as finish(model, mesh, folder).
         steps: of the whole run.
@@ -40,8 +40,8 @@ class Task:
     """
 
     init: Callable[[jax.Array], nnx.Module]
-    loss: Callable[[Any, Batch, jax.Array], jax.Array]
-    batches: Callable[[int, int], Iterator[Batch]]
+    loss: Callable[[Any, Batch, jax.Array, Mesh], jax.Array]
+    batches: Callable[[int, int, Mesh], Iterator[Batch]]
     evaluate: Callable[[Any, Mesh], dict[str, float]]
     finish: Callable[[Any, Mesh, Path], None]
     steps: int

@@ -6,6 +6,7 @@ import jax
 from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.latent import gather, scatter
+from flaxmix.ops.stream import align
 
 
 def flare(
@@ -41,6 +42,8 @@ def flare(
     Returns:
         The mixed points, in the dtype of `k`.
     """
+    # Once for both: one sum of their derivatives over the shards.
+    q, k, v = align(q, k, v)
     first, second = (None, None) if key is None else jax.random.split(key)
     shared: Any = {"mask": mask, "scale": scale, "axis_name": axis_name}
     z, _ = gather(q, k, v, **shared, dropout=dropout, key=first)

@@ -1,12 +1,23 @@
-"""Meshes and shardings: the only place that names mesh axes."""
+"""Meshes, shardings and processes: the only place that names mesh axes."""
 
+from flaxmix.parallel.context import apply as apply
 from flaxmix.parallel.mesh import (
     batch_shards as batch_shards,
     make_mesh as make_mesh,
+    point_shards as point_shards,
+)
+from flaxmix.parallel.processes import (
+    check_equal as check_equal,
+    global_batch as global_batch,
+    is_first as is_first,
+    share as share,
+    start_processes as start_processes,
+    wait_for_all as wait_for_all,
 )
 from flaxmix.parallel.specs import (
     REPLICATED as REPLICATED,
     batch_sharding as batch_sharding,
     match_specs as match_specs,
+    replicate as replicate,
     state_shardings as state_shardings,
 )

@@ -29,3 +29,8 @@ def make_mesh(*, data: int, context: int = 1) -> Mesh:
 def batch_shards(mesh: Mesh) -> int:
     """Parts that a batch is split into."""
     return mesh.shape["data"]
+
+
+def point_shards(mesh: Mesh) -> int:
+    """Parts that the points of a sample are split into."""
+    return mesh.shape["context"]

@@ -57,3 +57,8 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
     """Sharding of arrays [B, N, ...], or [steps, B, N, ...] if stacked."""
     axes = ("data", "context")
     return NamedSharding(mesh, P(None, *axes) if stacked else P(*axes))
+
+
+def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
+    """Inside `jax.jit`: x as every device, and so every process, has it whole."""
+    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
