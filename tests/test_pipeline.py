@@ -11,6 +11,7 @@ from flaxmix import losses
 from flaxmix.data import Fields, Meshes, Normalizer
 from flaxmix.data.pipeline import (
     BUCKETS,
+    Share,
     bucket_edges,
     evaluation_batches,
     training_batches,
@@ -160,3 +161,65 @@ def test_a_padded_batch_equals_its_meshes_one_by_one():
     ]
     mean = jax.tree.map(lambda a, b: (a + b) / 2, *singles)
     assert_close(both, mean, error=1e-6)
+
+
+class Touched(np.ndarray):
+    """An array that notes what of it is read."""
+
+    reads: list
+
+    def __getitem__(self, part):
+        self.reads.append((part.start, part.stop))
+        return self.view(np.ndarray)[part]
+
+
+def test_a_share_is_all_that_is_read():
+    samples, reads = meshes([8, 8, 8, 8]), []
+
+    class Source(Meshes):
+        def __getitem__(self, index):
+            found = {k: a.view(Touched) for k, a in samples[index].items()}
+            for array in found.values():
+                array.reads = reads
+            return found
+
+    ((batch, count),) = evaluation_batches(
+        Source(samples.samples), batch=4, share=Share(rows=(1, 2, 2), points=(3, 4, 4))
+    )
+    # Of two rows, x and y.
+    assert count == 4 and reads == [(6, 8)] * 4
+    assert "mask" not in batch
+    np.testing.assert_array_equal(batch["x"][1], samples[3]["x"][6:])
+
+
+@pytest.mark.parametrize("sizes", [[7] * 6, [8] * 6, [5, 3, 9, 1, 2, 4]])
+def test_shares_together_are_the_whole(sizes):
+    samples = meshes(sizes)
+
+    def batches(rows, points):
+        found = training_batches(
+            samples,
+            batch=2,
+            seed=1,
+            steps_per_call=3,
+            share=Share((rows, rows + 1, 2), (points, points + 1, 4)),
+        )
+        return list(itertools.islice(found, 3))
+
+    each = [[batches(rows, points) for points in range(4)] for rows in range(2)]
+    whole = training_batches(samples, batch=2, seed=1, steps_per_call=3)
+    for call, expected in enumerate(itertools.islice(whole, 3)):
+        for name in ("x", "y"):
+            blocks = [[part[call][name] for part in row] for row in each]
+            joined = np.concatenate([np.concatenate(row, 2) for row in blocks], 1)
+            points = expected[name].shape[2]
+            assert joined.shape[:2] == (3, 2) and joined.shape[2] % 4 == 0
+            np.testing.assert_array_equal(joined[:, :, :points], expected[name])
+            assert not joined[:, :, points:].any()
+        masks = [[part[call].get("mask") for part in row] for row in each]
+        if sizes == [8] * 6:
+            assert masks == [[None] * 4] * 2
+        else:
+            mask = np.concatenate([np.concatenate(row, 2) for row in masks], 1)
+            real = expected.get("mask", np.ones(expected["x"].shape[:3], bool))
+            assert (mask.sum(2) == real.sum(2)).all()

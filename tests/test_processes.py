@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import shutil
 import socket
 import subprocess
 import sys
@@ -12,8 +13,7 @@ import numpy as np
 import pytest
 
 from flaxmix import parallel
-from flaxmix.data import Fields, darcy
-from flaxmix.data.pipeline import Share, evaluation_batches, training_batches
+from flaxmix.data import darcy
 from train.config import DistributedConfig
 from train.log import read_metrics
 
@@ -61,7 +61,7 @@ def finish(processes):
 def free_address():
     with socket.socket() as probe:
         probe.bind(("localhost", 0))
-        return "localhost:{}".format(probe.getsockname()[1])
+        return f"localhost:{probe.getsockname()[1]}"
 
 
 def together(config, count, devices, *arguments):
@@ -113,8 +113,7 @@ def test_a_run_goes_on_with_other_processes(files, tmp_path):
     finish([start(path, 8, "--context", "8", "--run", str(whole))])
     together(path, 2, 4, "--context", "8", "--run", str(run))
     # As if it had been killed after step 10.
-    for step in (20,):
-        subprocess.run(["rm", "-r", str(run / "checkpoints" / str(step))], check=True)
+    shutil.rmtree(run / "checkpoints" / "20")
     (run / "results.json").unlink()
     finish([start(path, 2, "--context", "2", "--run", str(run))])
     expected, actual = losses(whole), losses(run)
@@ -124,3 +123,56 @@ def test_a_run_goes_on_with_other_processes(files, tmp_path):
     )
     final = json.loads((run / "results.json").read_text())["final"]
     assert final["step"] == 20
+
+
+@pytest.mark.slow
+def test_slurm_tells_the_processes(files, tmp_path):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.format(files=str(files), run=str(tmp_path / "run")))
+    port = free_address().rpartition(":")[2]
+    cluster = {
+        # JAX derives its port from the number of the job.
+        "SLURM_JOB_ID": str(int(port) % 4096),
+        "SLURM_STEP_NODELIST": "localhost",
+        "SLURM_NTASKS": "2",
+    }
+    auto = ["--context", "2", "--distributed.coordinator", "auto", "--epochs", "1"]
+    outputs = finish(
+        [
+            start(path, 1, *auto, **cluster, SLURM_PROCID=str(i), SLURM_LOCALID=str(i))
+            for i in range(2)
+        ]
+    )
+    assert "mesh" in outputs[0] and "context 2" in outputs[0]
+    assert (tmp_path / "run" / "results.json").exists()
+
+
+@pytest.mark.parametrize(
+    "arguments,message",
+    [
+        ({"coordinator": "here:1"}, "coordinator='here:1' needs the number"),
+        ({"coordinator": "here:1", "processes": 2, "process": 2}, "process=2"),
+    ],
+)
+def test_processes_must_be_told(arguments, message):
+    with pytest.raises(ValueError, match=message):
+        parallel.start_processes(**{"processes": None, "process": None} | arguments)
+
+
+@pytest.mark.parametrize("coordinator", [None, "auto"])
+def test_numbers_need_an_address(coordinator):
+    with pytest.raises(ValueError, match="processes=2 and process=0 need"):
+        DistributedConfig(coordinator=coordinator, processes=2, process=0)
+
+
+@pytest.mark.parametrize(
+    "coordinator,message",
+    [("here:1", "needs the number of processes"), ("auto", "finds no cluster")],
+)
+def test_a_wrong_coordinator_exits(files, tmp_path, coordinator, message):
+    path = tmp_path / "config.py"
+    path.write_text(CONFIG.format(files=str(files), run=str(tmp_path / "run")))
+    process = start(path, 1, "--distributed.coordinator", coordinator)
+    output, _ = process.communicate(timeout=120)
+    assert process.returncode == 2 and message in output, output
+    assert not (tmp_path / "run").exists()
