@@ -267,7 +267,7 @@ def test_one_point(name):
     assert_close(apply(layer, x, None), expected, error=ERROR[jnp.float32])
 
 
-@pytest.mark.parametrize("name", [name for name in MIXERS if name != "attention"])
+@pytest.mark.parametrize("name", MIXERS)
 def test_shards_equal_one_device(name):
     """Values, and gradients of every parameter and of x, in float64."""
     with jax.enable_x64(True):
@@ -329,12 +329,6 @@ def test_parameter_count(name):
 def test_heads_must_divide_channels(name, heads):
     with pytest.raises(ValueError, match=f"heads={heads} must divide channels={C}"):
         make(name, heads=heads)
-
-
-def test_attention_cannot_shard_its_points():
-    x, _ = inputs()
-    with pytest.raises(NotImplementedError, match="got axis_name='context'"):
-        module("attention")(x, axis_name="context")
 
 
 def test_sharing_is_the_only_difference():

@@ -3,8 +3,11 @@
     python -m train.bench surrogate [--blocks 4 --channels 64 ...]
     python -m train.bench mixers [--points 1024 16384 --names mha flare ...]
     python -m train.bench models [--points 1024 4096 --blocks 2 ...]
+    python -m train.bench latent [--points 972 16384 131072 ...]
+    python -m train.bench context [--points 1048576 --shards 2 4 8 ...]
 
-Each prints tables and, with --json FILE, writes the same rows with versions, device
+The last one counts and models instead: how well more devices would do. Each prints
+tables and, with --json FILE, writes the same rows with versions, device
 and sizes. Compile times hold for an empty compilation cache: do not set
 JAX_COMPILATION_CACHE_DIR.
 """
@@ -21,7 +24,7 @@ import tyro
 from flax import nnx
 
 from flaxmix import mixers
-from train import models
+from train import models, scaling
 from train.config import ModelConfig, fail
 from train.timing import Contender, compiled, race, write
 
@@ -263,6 +266,8 @@ def main(argv: list[str] | None = None) -> None:
         "surrogate": time_surrogate,
         "mixers": time_mixers,
         "models": time_models,
+        "latent": scaling.time_latent,
+        "context": scaling.model_context,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(

@@ -78,6 +78,24 @@ class Surrogate(nn.Module):
         return self.head(self.norm(self.blocks(self.embed(x))))
 
 
+def mixer(batch, points, channels, heads, latents):
+    """A call that does one forward and backward pass of a mixer; parameter count.
+
+    Gradients are those of all parameters and of the input.
+    """
+    torch.manual_seed(0)
+    model = _Mixer(channels, heads, latents)
+    x = torch.randn(batch, points, channels, requires_grad=True)
+
+    def call():
+        model.zero_grad(set_to_none=True)
+        x.grad = None
+        y = model(x)
+        y.backward(y.detach())
+
+    return call, sum(p.numel() for p in model.parameters())
+
+
 def step(batch, points, inputs, outputs, **sizes):
     """A call that does one forward and backward pass, and its parameter count."""
     torch.manual_seed(0)

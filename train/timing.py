@@ -1,11 +1,13 @@
 """Times functions by turns in one run, so that what slows a machine slows all alike."""
 
+import ctypes
 import dataclasses
 import importlib.metadata
 import importlib.util
 import os
 import platform
 import sys
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -57,6 +59,8 @@ class Row:
     Attributes:
         ratio: of its median time to that of the first row.
         temporary_ratio: of its temporary memory to that of the first row.
+        resident_bytes: by which one more call made the process grow at most; None
+            where the system does not tell.
     """
 
     name: str
@@ -66,6 +70,7 @@ class Row:
     ratio: float
     temporary_bytes: int | None
     temporary_ratio: float | None
+    resident_bytes: int | None
     compile_seconds: float | None
     parameters: int
 
@@ -138,7 +143,8 @@ def race(
                     times[name].append(1e3 * elapsed / calls[name] / one.steps)
                 progress.advance(task)
         progress.update(task, description="done")
-    rows = _rows(ready, times)
+    growth = {name: _growth(one.call) for name, one in ready.items()}
+    rows = _rows(ready, times, growth)
     _print(title, rows)
     return rows
 
@@ -149,7 +155,37 @@ def _clock(call) -> float:
     return time.perf_counter() - began
 
 
-def _rows(ready, times) -> list[Row]:
+def _growth(call) -> int | None:
+    """Bytes that the process grows by at most while it does one call."""
+    try:
+        # What is free but kept would hide a part of the growth.
+        ctypes.CDLL(None).malloc_trim(0)
+        statm = open("/proc/self/statm")
+    except (OSError, AttributeError):
+        return None
+    sizes, done = [], threading.Event()
+
+    def resident():
+        statm.seek(0)
+        return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+    def watch():
+        while not done.wait(2e-4):
+            sizes.append(resident())
+
+    with statm:
+        before = resident()
+        watcher = threading.Thread(target=watch)
+        watcher.start()
+        try:
+            call()
+        finally:
+            done.set()
+            watcher.join()
+    return max([before, *sizes]) - before
+
+
+def _rows(ready, times, growth) -> list[Row]:
     rows: list[Row] = []
     for name, one in ready.items():
         low, median, high = (
@@ -167,6 +203,7 @@ def _rows(ready, times) -> list[Row]:
                 ratio=median / first.milliseconds if first else 1.0,
                 temporary_bytes=memory,
                 temporary_ratio=memory / base if memory and base else None,
+                resident_bytes=growth[name],
                 compile_seconds=one.compile_seconds,
                 parameters=one.parameters,
             )
@@ -185,6 +222,7 @@ def _print(title: str, rows: Sequence[Row]) -> None:
         "repeats",
         "temp MiB",
         "ratio",
+        "grew MiB",
         "compile s",
         "parameters",
     ):
@@ -200,6 +238,7 @@ def _print(title: str, rows: Sequence[Row]) -> None:
             str(row.repeats),
             _text(None if memory is None else memory / 2**20),
             _text(row.temporary_ratio),
+            _text(None if row.resident_bytes is None else row.resident_bytes / 2**20),
             _text(row.compile_seconds),
             f"{row.parameters:,}",
         )

@@ -16,6 +16,7 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
+from flaxmix.ops.ring import around, hop
 from flaxmix.ops.stream import (
     accumulator,
     align,
@@ -26,6 +27,7 @@ from flaxmix.ops.stream import (
     drop,
     fold,
     put,
+    shard_key,
     zeros,
 )
 
@@ -47,52 +49,110 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
+def _product(p, values, key, dropout, start, n, dtype):
+    p = drop(p, key, dropout, start)
+    return dot("bhmn,bhdn->bhmd", p, cut(values, start, n), dtype)
+
+
+def _nothing(q, k, values):
+    """Running maximum, mass and y, not yet divided by the mass, of no keys."""
+    rows, acc = q.shape[:-1], accumulator(k.dtype)
+    return (
+        zeros(k, rows, acc, fill=-jnp.inf),
+        zeros(k, rows, acc),
+        zeros(k, (*rows, values.shape[2]), acc),
+    )
+
+
+def _absorb(carry, q, k, values, mask, key, causal, dropout, block):
+    """Running maximum, mass and y with these keys, too."""
+    points = k.shape[-1]
+
+    def body(start, n, carry):
+        top, mass, y = carry
+        s = _scores(q, k, mask, causal, start, n, points)
+        new = jnp.maximum(top, s.max(-1))
+        shift = finite(new)
+        p, decay = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
+        part = _product(p, values, key, dropout, start, n, k.dtype)
+        return new, decay * mass + p.sum(-1), decay[..., None] * y + part
+
+    return fold(points, block_size(q, points, block), body, carry)
+
+
+def _normalise(top, mass, y, dtype):
+    """y and L, and what of them the derivative needs."""
+    some = mass > 0
+    safe = jnp.where(some, mass, 1.0)
+    y = y / safe[..., None]
+    log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
+    # Not the log-normaliser alone: where scores are in the hundreds, its last digit is
+    # worth 1e-5 of a probability.
+    return (y.astype(dtype), log_mass), (y, finite(top), 1 / safe)
+
+
+def _gradients(q, k, v, mask, key, rows, causal, dropout, block, dtype=None):
+    """dq by these keys, and their dk and dv in the given dtype or their own.
+
+    rows: dy, sum dy y - dL, the maximum and the inverse of the mass of each query.
+    """
+    dy, row, top, inverse = rows
+    operand, points = k.dtype, k.shape[-1]
+    values = k if v is None else v
+
+    def body(start, n, carry):
+        dq, dk, dv = carry
+        kk, vv = cut(k, start, n), cut(values, start, n)
+        s = _scores(q, k, mask, causal, start, n, points)
+        p = jnp.exp(s - top[..., None]) * inverse[..., None]
+        dp = drop(dot("bhmd,bhdn->bhmn", dy, vv, operand), key, dropout, start)
+        ds = p * (dp - row[..., None])
+        dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, operand)
+        dkk = dot("bhmd,bhmn->bhdn", q, ds, operand)
+        dvv = dot("bhmd,bhmn->bhdn", dy, drop(p, key, dropout, start), operand)
+        if v is None:
+            return dq, put(dk, dkk + dvv, start), None
+        return dq, put(dk, dkk, start), put(dv, dvv, start)
+
+    init = (
+        zeros(k, q.shape, top.dtype),
+        jnp.zeros_like(k, dtype),
+        None if v is None else jnp.zeros_like(v, dtype),
+    )
+    return fold(points, block_size(q, points, block), body, init)
+
+
+def _rows(kept, cotangents):
+    """What `_gradients` needs of each query."""
+    y, top, inverse = kept
+    dy, dlog = cotangents
+    return dy, jnp.sum(dy.astype(y.dtype) * y, -1) - dlog, top, inverse
+
+
 @functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
 def attend(q, k, v, mask, key, causal, dropout, block, axis_name):
     """Attention with points last, scale folded into q; see `attention`, `gather`.
 
     q [B, H, M, D]; k, v [B, H, D, N], v None for the keys; mask [B, N] or None; key
-    drives the dropout of probabilities, None for none.
+    drives the dropout of probabilities, None for none. With `axis_name`, the keys are
+    sharded and the queries are not.
     Returns y [B, H, M, D] and L [B, H, M].
     """
     return _forward(q, k, v, mask, key, causal, dropout, block, axis_name)[0]
 
 
 def _forward(q, k, v, mask, key, causal, dropout, block, axis_name):
-    dtype, acc, points = k.dtype, accumulator(k.dtype), k.shape[-1]
-    size = block_size(q, points, block)
+    points = k.shape[-1]
     values = k if v is None else v
-
-    def product(p, start, n):
-        p = drop(p, key, dropout, start)
-        return dot("bhmn,bhdn->bhmd", p, cut(values, start, n), dtype)
-
-    if size >= points:
+    if block_size(q, points, block) >= points:
         s = _scores(q, k, mask, causal, 0, points, points)
         top = s.max(-1)
         p = jnp.exp(s - finite(top)[..., None])
-        mass, y = p.sum(-1), product(p, 0, points)
+        mass = p.sum(-1)
+        y = _product(p, values, key, dropout, 0, points, k.dtype)
     else:
-
-        def body(start, n, carry):
-            top, mass, y = carry
-            s = _scores(q, k, mask, causal, start, n, points)
-            new = jnp.maximum(top, s.max(-1))
-            shift = finite(new)
-            p, decay = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
-            return (
-                new,
-                decay * mass + p.sum(-1),
-                decay[..., None] * y + product(p, start, n),
-            )
-
-        rows = q.shape[:-1]
-        init = (
-            zeros(k, rows, acc, fill=-jnp.inf),
-            zeros(k, rows, acc),
-            zeros(k, (*rows, values.shape[2]), acc),
-        )
-        top, mass, y = fold(points, size, body, init)
+        init = _nothing(q, k, values)
+        top, mass, y = _absorb(init, q, k, values, mask, key, causal, dropout, block)
 
     if axis_name is not None:
         local, top = top, lax.pmax(top, axis_name)
@@ -101,46 +161,57 @@ def _forward(q, k, v, mask, key, causal, dropout, block, axis_name):
         packed = lax.psum(jnp.exp(local - finite(top))[..., None] * packed, axis_name)
         y, mass = packed[..., :-1], packed[..., -1]
 
-    some = mass > 0
-    safe = jnp.where(some, mass, 1.0)
-    y = y / safe[..., None]
-    log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
-    # Not the log-normaliser alone: where scores are in the hundreds, its last digit is
-    # worth 1e-5 of a probability.
-    return (y.astype(dtype), log_mass), (q, k, v, mask, key, y, finite(top), 1 / safe)
+    result, kept = _normalise(top, mass, y, k.dtype)
+    return result, (q, k, v, mask, key, kept)
 
 
 def _backward(causal, dropout, block, axis_name, saved, cotangents):
-    q, k, v, mask, key, y, top, inverse = saved
-    dy, dlog = cotangents
-    dtype, points = k.dtype, k.shape[-1]
-    values = k if v is None else v
-    row = (jnp.sum(dy.astype(y.dtype) * y, -1) - dlog)[..., None]
-
-    def body(start, n, carry):
-        dq, dk, dv = carry
-        kk, vv = cut(k, start, n), cut(values, start, n)
-        s = _scores(q, k, mask, causal, start, n, points)
-        p = jnp.exp(s - top[..., None]) * inverse[..., None]
-        dp = drop(dot("bhmd,bhdn->bhmn", dy, vv, dtype), key, dropout, start)
-        ds = p * (dp - row)
-        dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, dtype)
-        dkk = dot("bhmd,bhmn->bhdn", q, ds, dtype)
-        dvv = dot("bhmd,bhmn->bhdn", dy, drop(p, key, dropout, start), dtype)
-        if v is None:
-            return dq, put(dk, dkk + dvv, start), None
-        return dq, put(dk, dkk, start), put(dv, dvv, start)
-
-    init = (
-        zeros(k, q.shape, y.dtype),
-        jnp.zeros_like(k),
-        None if v is None else jnp.zeros_like(v),
-    )
-    dq, dk, dv = fold(points, block_size(q, points, block), body, init)
+    q, k, v, mask, key, kept = saved
+    rows = _rows(kept, cotangents)
+    dq, dk, dv = _gradients(q, k, v, mask, key, rows, causal, dropout, block)
     return dq.astype(q.dtype), dk, dv, None, None
 
 
 attend.defvjp(_forward, _backward)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
+def _ring(q, k, v, mask, key, dropout, block, axis_name):
+    """`attend` with the queries sharded, too: the keys travel from shard to shard."""
+    return _ring_forward(q, k, v, mask, key, dropout, block, axis_name)[0]
+
+
+def _stop_key(key, i):
+    """A key of its own for each stop, and so for each pair of shards."""
+    return None if key is None else jax.random.fold_in(key, i)
+
+
+def _ring_forward(q, k, v, mask, key, dropout, block, axis_name):
+    def visit(i, carry, k, v, mask):
+        return _absorb(carry, q, k, v, mask, _stop_key(key, i), False, dropout, block)
+
+    top, mass, y = around(visit, _nothing(q, k, v), (k, v, mask), axis_name)
+    result, kept = _normalise(top, mass, y, k.dtype)
+    return result, (q, k, v, mask, key, kept)
+
+
+def _ring_backward(dropout, block, axis_name, saved, cotangents):
+    q, k, v, mask, key, kept = saved
+    rows, acc = _rows(kept, cotangents), accumulator(k.dtype)
+
+    def visit(i, carry, k, v, mask):
+        stop = _stop_key(key, i)
+        new = _gradients(q, k, v, mask, stop, rows, False, dropout, block, acc)
+        dq, *sums = jax.tree.map(jnp.add, carry, new)
+        # The sums follow their keys; the hop of the last visit takes them home.
+        return dq, *hop(sums, axis_name)
+
+    init = zeros(k, q.shape, acc), jnp.zeros_like(k, acc), jnp.zeros_like(v, acc)
+    dq, dk, dv = around(visit, init, (k, v, mask), axis_name)
+    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
+
+
+_ring.defvjp(_ring_forward, _ring_backward)
 
 
 def points_last(x: Float[Array, "... N H D"]) -> Float[Array, "... H D N"]:
@@ -170,11 +241,18 @@ def attention(
     dropout: float = 0.0,
     key: Key[Array, ""] | None = None,
     block: int | None = None,
+    axis_name: str | None = None,
 ) -> tuple[Float[Array, "*B Q H E"], Float[Array, "*B H Q"]]:
     """Softmax attention, y = softmax_N(scale q k^T) v, and its log-normaliser L.
 
     O(Q N (D + E)) time a head; memory beside inputs and results is one block of
     scores, in both directions.
+
+    With `axis_name`, queries and keys are sharded over R devices: each holds Q and N
+    of them, and takes R times that time. Keys, values and masks go around the ring of
+    devices, to the next one in R - 1 hops forward and as many backward, where their
+    gradients follow in float32 or wider, in R hops. A device holds its own keys, those
+    that it works on and those that arrive.
 
     Args:
         q: queries.
@@ -185,35 +263,47 @@ def attention(
             all: one new query against a cache of keys is the same call.
         scale: factor on the scores; None means 1 / sqrt(D).
         dropout: part of the probabilities that is set to 0, the rest being scaled up;
-            which ones depends on `key` and `block`.
+            which ones depends on `key`, `block` and the sharding.
         key: drives the dropout; None for none.
         block: keys worked on at once; None chooses by shape and backend.
+        axis_name: mesh axis that Q and N are sharded over, inside `jax.shard_map`;
+            None means that this device holds all keys.
 
     Returns:
         y in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
-        wider. A query that sees no key gets y = 0 and L = -inf.
+        wider, of this device's queries. A query that sees no key gets y = 0 and
+        L = -inf.
 
     Raises:
         ValueError: if `dropout` is not in [0, 1).
+        NotImplementedError: if `causal` and `axis_name` are given: devices with early
+            queries would wait for those with late ones.
     """
     check_dropout(dropout)
+    if causal and axis_name is not None:
+        raise NotImplementedError(
+            f"causal attention cannot shard its points, got axis_name={axis_name!r}."
+        )
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
         k = jnp.where(mask[..., None, None], k, 0)
         v = jnp.where(mask[..., None, None], v, 0)
         mask = flat(mask, batch, 1)
-    q, k, v = align(q, k, v)
-    result: Any = attend(
+    place = None if axis_name is None else lax.axis_index(axis_name)
+    # What travels varies over the axis, even if all devices began with the same.
+    q, k, v, mask, _ = align(q, k, v, mask, place)
+    operands = (
         flat(jnp.swapaxes(q * factor, -3, -2), batch, 3).astype(k.dtype),
         flat(points_last(k), batch, 3),
         flat(points_last(v), batch, 3),
         mask,
-        key if dropout else None,
-        causal,
-        dropout,
-        block,
-        None,
+        shard_key(key if dropout else None, axis_name),
+    )
+    result: Any = (
+        attend(*operands, causal, dropout, block, None)
+        if axis_name is None
+        else _ring(*operands, dropout, block, axis_name)
     )
     y, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in result)
     return jnp.swapaxes(y, -3, -2), log_mass

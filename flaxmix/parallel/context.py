@@ -4,7 +4,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, PartitionSpec as P
+from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Key
 
 
@@ -12,7 +12,7 @@ def apply(
     model: Any,
     x: Float[Array, "*B N I"],
     *,
-    mesh: Mesh,
+    mesh: Mesh | AbstractMesh,
     mask: Bool[Array, "*B N"] | None = None,
     key: Key[Array, ""] | None = None,
 ) -> Float[Array, "*B N O"]:
@@ -48,6 +48,9 @@ def apply(
         x, mask = widen(x, x.ndim - 2), widen(mask, x.ndim - 2)
 
     def local(model, x, mask, key):
+        # Their derivatives are then added up once at the end, not in each layer.
+        vary = lambda parameter: jax.lax.pcast(parameter, "context", to="varying")
+        model = jax.tree.map(vary, model)
         return model(x, mask=mask, axis_name="context", key=key)
 
     spec = P(*(None,) * (x.ndim - 2), "context")
