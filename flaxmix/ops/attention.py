@@ -8,210 +8,15 @@ of scores. Scores, exponentials, sums and log-normalisers are float32 (float64 f
 float64 inputs); products take operands in the input's dtype and add up in float32.
 """
 
-import functools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Key
 
-from flaxmix.ops.ring import around, hop
-from flaxmix.ops.stream import (
-    accumulator,
-    align,
-    block_size,
-    check_dropout,
-    cut,
-    dot,
-    drop,
-    fold,
-    put,
-    shard_key,
-    zeros,
-)
-
-
-def _scores(q, k, mask, causal, start, size, points):
-    k = cut(k, start, size)
-    s = dot("bhmd,bhdn->bhmn", q, k, k.dtype)
-    if mask is not None:
-        s = jnp.where(cut(mask, start, size)[:, None, None, :], s, -jnp.inf)
-    if causal:
-        # Aligned bottom-right: the last query sees every key.
-        query = jnp.arange(q.shape[2])[:, None] + (points - q.shape[2])
-        s = jnp.where(start + jnp.arange(size) <= query, s, -jnp.inf)
-    return s
-
-
-def finite(x: Array) -> Array:
-    """Replaces the -inf of an empty row, so that differences stay defined."""
-    return jnp.where(jnp.isfinite(x), x, 0.0)
-
-
-def _product(p, values, key, dropout, start, n, dtype):
-    p = drop(p, key, dropout, start)
-    return dot("bhmn,bhdn->bhmd", p, cut(values, start, n), dtype)
-
-
-def _nothing(q, k, values):
-    """Running maximum, mass and y, not yet divided by the mass, of no keys."""
-    rows, acc = q.shape[:-1], accumulator(k.dtype)
-    return (
-        zeros(k, rows, acc, fill=-jnp.inf),
-        zeros(k, rows, acc),
-        zeros(k, (*rows, values.shape[2]), acc),
-    )
-
-
-def _absorb(carry, q, k, values, mask, key, causal, dropout, block):
-    """Running maximum, mass and y with these keys, too."""
-    points = k.shape[-1]
-
-    def body(start, n, carry):
-        top, mass, y = carry
-        s = _scores(q, k, mask, causal, start, n, points)
-        new = jnp.maximum(top, s.max(-1))
-        shift = finite(new)
-        p, decay = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
-        part = _product(p, values, key, dropout, start, n, k.dtype)
-        return new, decay * mass + p.sum(-1), decay[..., None] * y + part
-
-    return fold(points, block_size(q, points, block), body, carry)
-
-
-def _normalise(top, mass, y, dtype):
-    """y and L, and what of them the derivative needs."""
-    some = mass > 0
-    safe = jnp.where(some, mass, 1.0)
-    y = y / safe[..., None]
-    log_mass = jnp.where(some, finite(top) + jnp.log(safe), -jnp.inf)
-    # Not the log-normaliser alone: where scores are in the hundreds, its last digit is
-    # worth 1e-5 of a probability.
-    return (y.astype(dtype), log_mass), (y, finite(top), 1 / safe)
-
-
-def _gradients(q, k, v, mask, key, rows, causal, dropout, block, dtype=None):
-    """dq by these keys, and their dk and dv in the given dtype or their own.
-
-    rows: dy, sum dy y - dL, the maximum and the inverse of the mass of each query.
-    """
-    dy, row, top, inverse = rows
-    operand, points = k.dtype, k.shape[-1]
-    values = k if v is None else v
-
-    def body(start, n, carry):
-        dq, dk, dv = carry
-        kk, vv = cut(k, start, n), cut(values, start, n)
-        s = _scores(q, k, mask, causal, start, n, points)
-        p = jnp.exp(s - top[..., None]) * inverse[..., None]
-        dp = drop(dot("bhmd,bhdn->bhmn", dy, vv, operand), key, dropout, start)
-        ds = p * (dp - row[..., None])
-        dq = dq + dot("bhmn,bhdn->bhmd", ds, kk, operand)
-        dkk = dot("bhmd,bhmn->bhdn", q, ds, operand)
-        dvv = dot("bhmd,bhmn->bhdn", dy, drop(p, key, dropout, start), operand)
-        if v is None:
-            return dq, put(dk, dkk + dvv, start), None
-        return dq, put(dk, dkk, start), put(dv, dvv, start)
-
-    init = (
-        zeros(k, q.shape, top.dtype),
-        jnp.zeros_like(k, dtype),
-        None if v is None else jnp.zeros_like(v, dtype),
-    )
-    return fold(points, block_size(q, points, block), body, init)
-
-
-def _rows(kept, cotangents):
-    """What `_gradients` needs of each query."""
-    y, top, inverse = kept
-    dy, dlog = cotangents
-    return dy, jnp.sum(dy.astype(y.dtype) * y, -1) - dlog, top, inverse
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7, 8))
-def attend(q, k, v, mask, key, causal, dropout, block, axis_name):
-    """Attention with points last, scale folded into q; see `attention`, `gather`.
-
-    q [B, H, M, D]; k, v [B, H, D, N], v None for the keys; mask [B, N] or None; key
-    drives the dropout of probabilities, None for none. With `axis_name`, the keys are
-    sharded and the queries are not.
-    Returns y [B, H, M, D] and L [B, H, M].
-    """
-    return _forward(q, k, v, mask, key, causal, dropout, block, axis_name)[0]
-
-
-def _forward(q, k, v, mask, key, causal, dropout, block, axis_name):
-    points = k.shape[-1]
-    values = k if v is None else v
-    if block_size(q, points, block) >= points:
-        s = _scores(q, k, mask, causal, 0, points, points)
-        top = s.max(-1)
-        p = jnp.exp(s - finite(top)[..., None])
-        mass = p.sum(-1)
-        y = _product(p, values, key, dropout, 0, points, k.dtype)
-    else:
-        init = _nothing(q, k, values)
-        top, mass, y = _absorb(init, q, k, values, mask, key, causal, dropout, block)
-
-    if axis_name is not None:
-        local, top = top, lax.pmax(top, axis_name)
-        # One reduction of values and masses together.
-        packed = jnp.concatenate([y, mass[..., None]], -1)
-        packed = lax.psum(jnp.exp(local - finite(top))[..., None] * packed, axis_name)
-        y, mass = packed[..., :-1], packed[..., -1]
-
-    result, kept = _normalise(top, mass, y, k.dtype)
-    return result, (q, k, v, mask, key, kept)
-
-
-def _backward(causal, dropout, block, axis_name, saved, cotangents):
-    q, k, v, mask, key, kept = saved
-    rows = _rows(kept, cotangents)
-    dq, dk, dv = _gradients(q, k, v, mask, key, rows, causal, dropout, block)
-    return dq.astype(q.dtype), dk, dv, None, None
-
-
-attend.defvjp(_forward, _backward)
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(5, 6, 7))
-def _ring(q, k, v, mask, key, dropout, block, axis_name):
-    """`attend` with the queries sharded, too: the keys travel from shard to shard."""
-    return _ring_forward(q, k, v, mask, key, dropout, block, axis_name)[0]
-
-
-def _stop_key(key, i):
-    """A key of its own for each stop, and so for each pair of shards."""
-    return None if key is None else jax.random.fold_in(key, i)
-
-
-def _ring_forward(q, k, v, mask, key, dropout, block, axis_name):
-    def visit(i, carry, k, v, mask):
-        return _absorb(carry, q, k, v, mask, _stop_key(key, i), False, dropout, block)
-
-    top, mass, y = around(visit, _nothing(q, k, v), (k, v, mask), axis_name)
-    result, kept = _normalise(top, mass, y, k.dtype)
-    return result, (q, k, v, mask, key, kept)
-
-
-def _ring_backward(dropout, block, axis_name, saved, cotangents):
-    q, k, v, mask, key, kept = saved
-    rows, acc = _rows(kept, cotangents), accumulator(k.dtype)
-
-    def visit(i, carry, k, v, mask):
-        stop = _stop_key(key, i)
-        new = _gradients(q, k, v, mask, stop, rows, False, dropout, block, acc)
-        dq, *sums = jax.tree.map(jnp.add, carry, new)
-        # The sums follow their keys; the hop of the last visit takes them home.
-        return dq, *hop(sums, axis_name)
-
-    init = zeros(k, q.shape, acc), jnp.zeros_like(k, acc), jnp.zeros_like(v, acc)
-    dq, dk, dv = around(visit, init, (k, v, mask), axis_name)
-    return dq.astype(q.dtype), dk.astype(k.dtype), dv.astype(v.dtype), None, None
-
-
-_ring.defvjp(_ring_forward, _ring_backward)
+from flaxmix.ops.online import Options, attend
+from flaxmix.ops.ring import ring_attend
+from flaxmix.ops.stream import align, check_dropout, shard_key
 
 
 def points_last(x: Float[Array, "... N H D"]) -> Float[Array, "... H D N"]:
@@ -300,10 +105,11 @@ def attention(
         mask,
         shard_key(key if dropout else None, axis_name),
     )
+    options = Options(causal=causal, dropout=dropout, block=block)
     result: Any = (
-        attend(*operands, causal, dropout, block, None)
+        attend(*operands, options)
         if axis_name is None
-        else _ring(*operands, dropout, block, axis_name)
+        else ring_attend(*operands, options, axis_name)
     )
     y, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in result)
     return jnp.swapaxes(y, -3, -2), log_mass

@@ -9,13 +9,15 @@ saved result and log-normaliser. Precision is that of `flaxmix.ops.attention`.
 """
 
 import functools
-from typing import Any
+import math
+from typing import Any, get_args
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Key
 
-from flaxmix.ops.attention import attend, finite, flat, points_first, points_last
+from flaxmix.ops.attention import flat, points_first, points_last
+from flaxmix.ops.online import Implementation, Options, attend, finite
 from flaxmix.ops.stream import (
     accumulator,
     align,
@@ -29,6 +31,7 @@ from flaxmix.ops.stream import (
     rank,
     shard_key,
     softmax_gradient,
+    split_count,
     zeros,
 )
 
@@ -155,6 +158,8 @@ def gather(
     dropout: float = 0.0,
     key: Key[Array, ""] | None = None,
     block: int | None = None,
+    splits: int | None = None,
+    implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*B H M E"], Float[Array, "*B H M"]]:
     """Latents gather from points: z = softmax_N(scale q k^T) v.
 
@@ -171,18 +176,40 @@ def gather(
         axis_name: mesh axis that N is sharded over, inside `jax.shard_map`; None
             means that this device holds all N points.
         dropout: part of the probabilities that is set to 0, the rest being scaled up;
-            which ones depends on `key`, `block` and the sharding.
+            which ones depends on `key`, `block`, `splits` and the sharding.
         key: drives the dropout; None for none.
         block: points worked on at once; None chooses by shape and backend.
+        splits: parts of N that are worked on side by side and merged: a few latents
+            alone keep no accelerator busy. None chooses by shape and backend.
+        implementation: "xla", or "cudnn" for that library's fused forward pass, which
+            takes bfloat16 and float16 on NVIDIA GPUs and knows no dropout. None means
+            "xla".
 
     Returns:
         z in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
         wider. A batch item without real points gets z = 0 and L = -inf.
 
     Raises:
-        ValueError: if `dropout` is not in [0, 1).
+        ValueError: if `dropout` is not in [0, 1), `splits` is not positive, or the
+            implementation does not do what is asked of it.
     """
     check_dropout(dropout)
+    if splits is None:
+        splits = split_count(k.shape[-2] * math.prod(k.shape[:-3]), k.shape[-3])
+    if splits < 1:
+        raise ValueError(f"splits must be at least 1, got {splits}.")
+    implementation = implementation or "xla"
+    if implementation not in get_args(Implementation):
+        raise ValueError(f"no {implementation=}; there are xla and cudnn.")
+    if implementation == "cudnn":
+        dropping = dropout > 0 and key is not None
+        half = jnp.dtype(k.dtype) in (jnp.bfloat16, jnp.float16)
+        if dropping or not half or jax.default_backend() != "gpu":
+            raise ValueError(
+                f"implementation='cudnn' needs bfloat16 or float16 on a GPU and no "
+                f"dropout, got {k.dtype} on {jax.default_backend()}"
+                f"{' with dropout' if dropping else ''}."
+            )
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
@@ -196,10 +223,13 @@ def gather(
         None if v is None else flat(points_last(v), batch, 3),
         mask,
         shard_key(key if dropout else None, axis_name),
-        False,
-        dropout,
-        block,
-        axis_name,
+        Options(
+            dropout=dropout,
+            block=block,
+            splits=min(splits, k.shape[-3]),
+            axis_name=axis_name,
+            implementation=implementation,
+        ),
     )
     z, log_mass = (x.reshape(*batch, *x.shape[1:]) for x in result)
     return z, log_mass

@@ -47,6 +47,14 @@ def block_size(q: Array, points: int, block: int | None) -> int:
     return min(block, points)
 
 
+def split_count(rows: int, points: int) -> int:
+    """Parts that N points are cut into: 1 on CPUs; elsewhere, enough for some two
+    hundred programs at once from `rows` items and heads, of 1,024 points at least."""
+    if jax.default_backend() == "cpu":
+        return 1
+    return max(1, min(256 // rows, points // 1024))
+
+
 def fold(points: int, block: int, body: Callable, init):
     """Folds body(start, size, carry) over blocks; a shorter last one is unrolled."""
     if points <= block:
