@@ -70,6 +70,31 @@ class Linear(nnx.Module):
         self.skip = skip
 
     def __call__(self, x: Float[Array, "*B I"]) -> Float[Array, "*B O"]:
+        kernel, folded = self._kernel(x)
+        y = x @ kernel
+        if self.bias is not None:
+            y = scale_and_shift(y, bias=self.bias[...])
+        return x + y if self.skip and not folded else y
+
+    def heads(
+        self, x: Float[Array, "*B N I"], heads: int
+    ) -> Float[Array, "*B N H D"]:
+        """`self(x)` with channel h D + d at place d of head h, for the operators.
+
+        The product is taken into their layout, points last: norms and operators that
+        follow, and their derivatives, then need no transposition.
+        """
+        kernel, folded = self._kernel(x)
+        y = jnp.einsum("...nc,cd->...dn", x, kernel)
+        if self.bias is not None:
+            y = scale_and_shift(y, bias=self.bias[...], axis=-2)
+        if self.skip and not folded:
+            y = jnp.swapaxes(x, -1, -2) + y
+        y = y.reshape(*y.shape[:-2], heads, y.shape[-2] // heads, y.shape[-1])
+        return jnp.moveaxis(y, -1, -3)
+
+    def _kernel(self, x) -> tuple[Array, bool]:
+        """The kernel in the dtype of x, and whether it includes the skip."""
         if not jnp.issubdtype(x.dtype, jnp.inexact):
             raise TypeError(f"a layer needs floating-point inputs, got {x.dtype}.")
         kernel = self.kernel[...]
@@ -78,7 +103,4 @@ class Linear(nnx.Module):
         folded = self.skip and jnp.finfo(x.dtype).bits >= 32
         if folded:
             kernel = kernel + jnp.eye(len(kernel), dtype=kernel.dtype)
-        y = x @ kernel.astype(x.dtype)
-        if self.bias is not None:
-            y = scale_and_shift(y, bias=self.bias[...])
-        return x + y if self.skip and not folded else y
+        return kernel.astype(x.dtype), folded

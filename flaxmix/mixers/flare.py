@@ -75,7 +75,7 @@ class Flare(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+        k, v = self.key.heads(x, self.heads), self.value.heads(x, self.heads)
         q = self.latents[...]
         if self.query_norm is not None and self.key_norm is not None:
             q, k = self.query_norm(q), self.key_norm.heads(k)

@@ -96,8 +96,8 @@ class FlarePP(nnx.Module):
         v0 = self.synthesis_value
         return (
             self.seed_norm(self.seeds[...]),
-            norm.heads(split(self.synthesis_key(x), self.heads)),
-            None if v0 is None else norm.heads(split(v0(x), self.heads)),
+            norm.heads(self.synthesis_key.heads(x, self.heads)),
+            None if v0 is None else norm.heads(v0.heads(x, self.heads)),
         ), {
             "reference": norm(reference) if self.reference_norm else reference,
             "gate": self.gate[...],
@@ -124,7 +124,7 @@ class FlarePP(nnx.Module):
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
         (seeds, k0, v0), options = self._synthesis(x)
-        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
+        k, v = self.key.heads(x, self.heads), self.value.heads(x, self.heads)
         if self.key_norm is not None:
             k = self.key_norm.heads(k)
         y = ops.flarepp(
@@ -207,7 +207,7 @@ class SimplifiedFlarePP(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        heads = lambda layer: split(layer(x), self.heads)
+        heads = lambda layer: layer.heads(x, self.heads)
         k0, k, v = heads(self.synthesis_key), heads(self.key), heads(self.value)
         v0 = k0 if self.synthesis_value is None else heads(self.synthesis_value)
         k0 = self.synthesis_norm.heads(k0)

@@ -36,7 +36,8 @@ def draw_anchors(
     ranks = rank(mask, points, axis_name)
     place = rank(None, points, axis_name)
     # A number for each rank by itself, so that it does not depend on N.
-    number = lambda rank: jax.random.bits(jax.random.fold_in(key, rank))
+    bits = lambda key: jax.random.bits(key, dtype=jnp.uint32)
+    number = lambda rank: bits(jax.random.fold_in(key, rank))
     numbers = jax.vmap(number)(ranks.reshape(-1)).reshape(ranks.shape)
     numbers = (numbers >> 1).astype(jnp.int32)
     numbers = numbers if mask is None else jnp.where(mask, numbers, -1)
