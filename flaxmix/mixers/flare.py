@@ -13,6 +13,7 @@ from flaxmix.mixers.heads import (
     real,
     split,
 )
+from flaxmix.mixers.streamed import flare_in_blocks, flattened, in_blocks
 from flaxmix.ops.stream import check_dropout
 
 
@@ -75,18 +76,30 @@ class Flare(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        k, v = self.key.heads(x, self.heads), self.value.heads(x, self.heads)
         q = self.latents[...]
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm.heads(k)
+        q = q if self.query_norm is None else self.query_norm(q)
+        if in_blocks(x, q, key, self.attention_dropout):
+            mix = lambda x, mask: flare_in_blocks(
+                self, q, x, mask=mask, axis_name=axis_name
+            )
+            return flattened(mix, x, mask)
         y = ops.flare(
-            *(q, k, v),
+            *(q, self.keys(x), self.values(x)),
             mask=mask,
             axis_name=axis_name,
             dropout=self.attention_dropout,
             key=key,
         )
         return self.out(merge(y))
+
+    def keys(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Keys of the points."""
+        k = self.key.heads(x, self.heads)
+        return k if self.key_norm is None else self.key_norm.heads(k)
+
+    def values(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Values of the points."""
+        return self.value.heads(x, self.heads)
 
 
 class OriginalFlare(nnx.Module):
@@ -158,7 +171,17 @@ class OriginalFlare(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        k, v = split(self.key(x), self.heads), split(self.value(x), self.heads)
-        q = self.latents[...]
-        y = ops.flare(q, k, v, mask=mask, scale=self.scale, axis_name=axis_name)
+        q, options = self.latents[...], {"scale": self.scale, "axis_name": axis_name}
+        if in_blocks(x, q):
+            mix = lambda x, mask: flare_in_blocks(self, q, x, mask=mask, **options)
+            return flattened(mix, x, mask)
+        y = ops.flare(q, self.keys(x), self.values(x), mask=mask, **options)
         return self.out(merge(y))
+
+    def keys(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Keys of the points."""
+        return split(self.key(x), self.heads)
+
+    def values(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Values of the points."""
+        return split(self.value(x), self.heads)

@@ -15,9 +15,12 @@ from flaxmix.mixers.heads import (
     head_channels,
     merge,
     real,
-    split,
 )
+from flaxmix.mixers.streamed import flare_in_blocks, flattened, in_blocks
+from flaxmix.ops.affine import wide
+from flaxmix.ops.flarepp import blend
 from flaxmix.ops.stream import check_dropout
+from flaxmix.ops.streamed import gather_from
 
 
 class FlarePP(nnx.Module):
@@ -89,19 +92,28 @@ class FlarePP(nnx.Module):
         self.reference_norm = reference_norm
         self.out = Linear(channels, channels, rngs=rngs)
 
-    def _synthesis(self, x) -> tuple[tuple, dict[str, Any]]:
-        """Arguments of `ops.synthesize`, for x whose masked points are zero."""
-        norm = self.plain_norm
+    def synthesis(self, x: Float[Array, "*B N C"]) -> tuple[Array, Array | None]:
+        """Synthesis keys and values [*B, N, H, D]; values None for the keys."""
+        norm, v0 = self.plain_norm, self.synthesis_value
+        keys = norm.heads(self.synthesis_key.heads(x, self.heads))
+        return keys, None if v0 is None else norm.heads(v0.heads(x, self.heads))
+
+    def keys(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Routing keys."""
+        k = self.key.heads(x, self.heads)
+        return k if self.key_norm is None else self.key_norm.heads(k)
+
+    def values(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Routing values."""
+        return self.value.heads(x, self.heads)
+
+    def _parameters(self) -> tuple[Array, dict[str, Any]]:
+        """Seeds, and what the synthesised queries are blended with."""
         reference = self.reference[...]
-        v0 = self.synthesis_value
-        return (
-            self.seed_norm(self.seeds[...]),
-            norm.heads(self.synthesis_key.heads(x, self.heads)),
-            None if v0 is None else norm.heads(v0.heads(x, self.heads)),
-        ), {
-            "reference": norm(reference) if self.reference_norm else reference,
-            "gate": self.gate[...],
-        }
+        if self.reference_norm:
+            reference = self.plain_norm(reference)
+        seeds = self.seed_norm(self.seeds[...])
+        return seeds, {"reference": reference, "gate": self.gate[...]}
 
     def queries(
         self,
@@ -111,8 +123,13 @@ class FlarePP(nnx.Module):
         axis_name: str | None = None,
     ) -> Float[Array, "*B H M D"]:
         """The routing queries that x gives rise to."""
-        args, options = self._synthesis(real(x, mask))
-        return ops.synthesize(*args, **options, mask=mask, axis_name=axis_name)
+        seeds, parts = self._parameters()
+        return ops.synthesize(
+            *(seeds, *self.synthesis(real(x, mask))),
+            **parts,
+            mask=mask,
+            axis_name=axis_name,
+        )
 
     def __call__(
         self,
@@ -123,13 +140,21 @@ class FlarePP(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        (seeds, k0, v0), options = self._synthesis(x)
-        k, v = self.key.heads(x, self.heads), self.value.heads(x, self.heads)
-        if self.key_norm is not None:
-            k = self.key_norm.heads(k)
+        seeds, parts = self._parameters()
+        if in_blocks(x, seeds, key, self.attention_dropout):
+
+            def mix(x, mask):
+                dynamic, _ = gather_from(
+                    *(FlarePP.synthesis, self, seeds, x), mask=mask, axis_name=axis_name
+                )
+                weight = jax.nn.sigmoid(wide(parts["gate"]))
+                q = blend(parts["reference"], weight, dynamic)
+                return flare_in_blocks(self, q, x, mask=mask, axis_name=axis_name)
+
+            return flattened(mix, x, mask)
         y = ops.flarepp(
-            *(seeds, k0, v0, k, v),
-            **options,
+            *(seeds, *self.synthesis(x), self.keys(x), self.values(x)),
+            **parts,
             mask=mask,
             axis_name=axis_name,
             dropout=self.attention_dropout,
@@ -207,18 +232,42 @@ class SimplifiedFlarePP(nnx.Module):
         key: Key[Array, ""] | None = None,
     ) -> Float[Array, "*B N C"]:
         x = real(x, mask)
-        heads = lambda layer: layer.heads(x, self.heads)
-        k0, k, v = heads(self.synthesis_key), heads(self.key), heads(self.value)
-        v0 = k0 if self.synthesis_value is None else heads(self.synthesis_value)
-        k0 = self.synthesis_norm.heads(k0)
         seeds = self.seed_norm(self.seeds[...])
+        if in_blocks(x, seeds, key, self.attention_dropout):
+
+            def mix(x, mask):
+                q, _ = gather_from(
+                    *(SimplifiedFlarePP.synthesis, self, seeds, x),
+                    mask=mask,
+                    axis_name=axis_name,
+                )
+                q = q if self.query_norm is None else self.query_norm(q)
+                return flare_in_blocks(self, q, x, mask=mask, axis_name=axis_name)
+
+            return flattened(mix, x, mask)
         first, second = (None, None) if key is None else jax.random.split(key)
         shared: Any = {
             "mask": mask,
             "axis_name": axis_name,
             "dropout": self.attention_dropout,
         }
-        q = ops.synthesize(seeds, k0, v0, **shared, key=first)
-        if self.query_norm is not None and self.key_norm is not None:
-            q, k = self.query_norm(q), self.key_norm.heads(k)
-        return self.out(merge(ops.flare(q, k, v, **shared, key=second)))
+        q = ops.synthesize(seeds, *self.synthesis(x), **shared, key=first)
+        q = q if self.query_norm is None else self.query_norm(q)
+        y = ops.flare(q, self.keys(x), self.values(x), **shared, key=second)
+        return self.out(merge(y))
+
+    def synthesis(self, x: Float[Array, "*B N C"]) -> tuple[Array, Array]:
+        """Synthesis keys and values [*B, N, H, D]."""
+        keys = self.synthesis_key.heads(x, self.heads)
+        v0 = self.synthesis_value
+        values = keys if v0 is None else v0.heads(x, self.heads)
+        return self.synthesis_norm.heads(keys), values
+
+    def keys(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Routing keys."""
+        k = self.key.heads(x, self.heads)
+        return k if self.key_norm is None else self.key_norm.heads(k)
+
+    def values(self, x: Float[Array, "*B N C"]) -> Float[Array, "*B N H D"]:
+        """Routing values."""
+        return self.value.heads(x, self.heads)

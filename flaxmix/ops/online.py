@@ -202,13 +202,15 @@ def _joined(x: Array | None, points: int) -> Array | None:
     return x.reshape(*x.shape[:-2], -1)[..., :points]
 
 
-def _over_splits(f, k, v, mask, key, splits: int):
-    """f(k, v, mask, key) of each of `splits` parts of the points, side by side."""
+def _over_splits(f, queries, k, v, mask, key, splits: int):
+    """f(queries, k, v, mask, key) of each of `splits` parts of the points."""
     if mask is None and k.shape[-1] % splits:
         mask = jnp.ones((k.shape[0], k.shape[-1]), bool)
     keys = None if key is None else jax.random.split(key, splits)
     parts = [_parts(x, splits) for x in (k, v, mask)]
-    return jax.vmap(f)(*parts, keys)
+    # A batched product on both sides; XLA on CPUs lacks the other one in bfloat16.
+    repeat = lambda x: jnp.broadcast_to(x, (splits, *x.shape))
+    return jax.vmap(f)(jax.tree.map(repeat, queries), *parts, keys)
 
 
 def _fused(q, k, v, mask, implementation: Any):
@@ -244,8 +246,8 @@ def _forward(q, k, v, mask, key, options):
     elif options.splits == 1:
         part = only(q, k, v, mask, key, options)
     else:
-        each = lambda k, v, mask, key: only(q, k, v, mask, key, options)
-        parts = _over_splits(each, k, v, mask, key, options.splits)
+        each = lambda q, *part: only(q, *part, options)
+        parts = _over_splits(each, q, k, v, mask, key, options.splits)
         part = merge(parts, lambda x: x.max(0), lambda x: x.sum(0))
     part = merge_shards(part, options.axis_name)
     result, kept = normalise(part, k.dtype)
@@ -258,8 +260,9 @@ def _backward(options, saved, cotangents):
     if options.splits == 1:
         dq, dk, dv = gradients(q, k, v, mask, key, queries, options)
     else:
-        each = lambda k, v, mask, key: gradients(q, k, v, mask, key, queries, options)
-        dq, dk, dv = _over_splits(each, k, v, mask, key, options.splits)
+        each = lambda q, *part: gradients(q[0], *part, q[1], options)
+        both = q, queries
+        dq, dk, dv = _over_splits(each, both, k, v, mask, key, options.splits)
         dq = dq.sum(0)
         dk, dv = _joined(dk, k.shape[-1]), _joined(dv, k.shape[-1])
     return dq.astype(q.dtype), dk, dv, None, None

@@ -38,13 +38,17 @@ def dot(spec: str, a: Array, b: Array, dtype) -> Array:
 
 
 def block_size(q: Array, points: int, block: int | None) -> int:
-    """Points a block: the given number, or one that fills the score budget."""
+    """Points a block for queries [B, H, M, D]: the given number, or `free_block`."""
     if block is None:
-        rows = q.shape[0] * q.shape[1] * q.shape[2]
-        budget = _SCORES.get(jax.default_backend(), _SCORES_ELSEWHERE)
-        block = max(256, budget // rows // 64 * 64)
-        return points if points <= 1.25 * block else block
+        return free_block(q.shape[0] * q.shape[1] * q.shape[2], points)
     return min(block, points)
+
+
+def free_block(rows: int, points: int) -> int:
+    """Points a block that fill the score budget, or all if that is hardly more."""
+    budget = _SCORES.get(jax.default_backend(), _SCORES_ELSEWHERE)
+    block = max(256, budget // rows // 64 * 64)
+    return points if points <= 1.25 * block else block
 
 
 def split_count(rows: int, points: int) -> int:

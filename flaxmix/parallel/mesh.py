@@ -10,14 +10,23 @@ def make_mesh(*, data: int, context: int = 1) -> Mesh:
     Batches are sharded over 'data' and points over 'context'.
 
     Raises:
-        ValueError: if there are fewer devices.
+        ValueError: if there are fewer devices, or a part is below 1.
     """
+    if min(data, context) < 1:
+        raise ValueError(f"data={data} and context={context} must be at least 1.")
     devices = jax.devices()
-    if not 1 <= data * context <= len(devices):
-        raise ValueError(
+    if data * context > len(devices):
+        message = (
             f"a mesh of data={data} and context={context} needs {data * context} "
             f"devices, there are {len(devices)}."
         )
+        if devices[0].platform == "cpu":
+            each = -(-data * context // jax.process_count())
+            message += (
+                f" The environment variable JAX_NUM_CPU_DEVICES={each} gives a process "
+                f"{each} on its CPU."
+            )
+        raise ValueError(message)
     return jax.make_mesh(
         (data, context),
         ("data", "context"),
