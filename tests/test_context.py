@@ -130,3 +130,27 @@ def test_seven_points_on_two_by_four_devices(name):
 @pytest.mark.parametrize("name", NAMES)
 def test_any_points_on_any_devices(name, points, shape, dtype):
     compare(name, points, shape, dtype)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", baseline_cases.HALF)
+@pytest.mark.parametrize("name", ["flarepp", "mha", "transolver3", "luna"])
+def test_half_precision_over_devices(name, dtype):
+    """Sums over devices are in float32: the errors are those of one device."""
+    model, (x, mask, weights) = module(name, jnp.float32), inputs(64, jnp.float32)
+    # The values that half precision can hold.
+    low = x.astype(dtype)
+    mesh = parallel.make_mesh(data=2, context=4)
+
+    @jax.jit
+    def run(model, x):
+        def loss(model):
+            y = parallel.apply(model, x, mesh=mesh, mask=mask)
+            return jnp.sum(weights * jnp.sin(y.astype(jnp.float32))), y
+
+        (_, y), dmodel = jax.value_and_grad(loss, has_aux=True)(model)
+        return y, jax.flatten_util.ravel_pytree(dmodel)[0]
+
+    actual, expected = run(model, low), run(model, low.astype(jnp.float32))
+    assert actual[0].dtype == dtype
+    assert_close(actual, expected, error=2 * baseline_cases.HALF[dtype])

@@ -10,6 +10,8 @@ from pathlib import Path
 
 import jax
 import numpy as np
+from rich.console import Console
+from rich.progress import Progress
 
 from flaxmix import data, losses, parallel
 from flaxmix.data import darcy, elasticity, pipeline
@@ -29,6 +31,9 @@ TITLES = {
     "best_on_test": "best on test (how the papers select: optimistic)",
     "best_on_validation": "best on validation",
 }
+
+OWN_BAR = 2**18
+"""Points from which on a sample takes long enough for a progress bar of its own."""
 
 
 def make_dataset(config: ElasticityConfig | DarcyConfig) -> data.Dataset:
@@ -96,6 +101,59 @@ class Predictor:
         """Predicted fields [N, c_out] of one sample."""
         ((batch, _),) = self.batches([sample], mesh)
         return np.asarray(self._fields(model, batch, mesh))[0, : len(sample["x"])]
+
+
+class ChunkedPredictor:
+    """What `Predictor` gives, for samples that no device holds.
+
+    Every sample goes through one device, `chunk` points at a time, by
+    `parallel.predict_in_chunks`. Errors are computed on the host, in float64.
+
+    Samples of unequal sizes are padded like batches, so few sizes are compiled.
+    """
+
+    def __init__(self, targets: data.Normalizer, chunk: int, *, progress: bool = False):
+        """Keeps how to predict.
+
+        Args:
+            targets: normaliser of the fields.
+            chunk: points worked on at once.
+            progress: whether to show bars on standard error: one for all samples in
+                a terminal, or one for each where it has very many points.
+        """
+        self._targets, self._chunk, self._progress = targets, chunk, progress
+
+    def _predict(self, model, batch) -> np.ndarray:
+        y = parallel.predict_in_chunks(
+            model,
+            batch["x"],
+            mask=batch.get("mask"),
+            chunk=self._chunk,
+            progress=self._progress and batch["x"].shape[1] >= OWN_BAR,
+        )
+        return self._targets.decode(y)
+
+    def errors(self, model, samples, mesh=None) -> np.ndarray:
+        """Relative L2 error of each sample [S], float64; `mesh` is not used."""
+        batches = pipeline.evaluation_batches(samples, batch=1)
+        large, console = len(samples[0]["x"]) >= OWN_BAR, Console(stderr=True)
+        shown = self._progress and not large and console.is_terminal
+        bar = Progress(console=console, transient=True, disable=not shown)
+        errors = []
+        with bar:
+            for batch, _ in bar.track(batches, len(samples), description="samples"):
+                real = batch.get("mask", ...)
+                prediction, target = (
+                    a[real].astype(np.float64)
+                    for a in (self._predict(model, batch), batch["y"])
+                )
+                size = np.linalg.norm(target)
+                errors.append(np.linalg.norm(prediction - target) / (size or 1))
+        return np.array(errors)
+
+    def fields(self, model, sample, mesh=None) -> np.ndarray:
+        """Predicted fields [N, c_out] of one sample; `mesh` is not used."""
+        return self._predict(model, {"x": sample["x"][None]})[0]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -198,7 +256,7 @@ def make_task(config: PDEConfig) -> PDETask:
 
 
 def draw(
-    runs: dict[str, tuple[Model, Predictor]],
+    runs: dict[str, tuple[Model, Predictor | ChunkedPredictor]],
     dataset: data.Dataset,
     mesh,
     folder: Path,

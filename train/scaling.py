@@ -75,6 +75,8 @@ def time_latent(
         seconds: that the repeats of one may take; slower ones get fewer, but 3.
         json: file to write the rows to.
     """
+    if min(batch, *points) < 1:
+        raise ValueError(f"{batch=} and {points=} must be positive.")
     sizes = {"channels": channels, "heads": heads, "latents": latents}
     layer = mixers.FlarePP(channels, heads=heads, latents=latents, rngs=nnx.Rngs(0))
     rows = []
@@ -165,6 +167,8 @@ def model_context(
             FLARE reached on an H100 in the papers' figures, and a well-tuned one.
         json: file to write the rows to.
     """
+    if min(*points, *shards, *utilisation) <= 0:
+        raise ValueError(f"{points=}, {shards=} and {utilisation=} must be positive.")
     sizes = {"channels": channels, "heads": heads, "latents": latents, "blocks": blocks}
     config = ModelConfig(name=name, **sizes)  # pyright: ignore[reportArgumentType]
     model = nnx.eval_shape(
@@ -186,6 +190,8 @@ def model_context(
                 raise ValueError(f"{n} points do not come out even over {r} devices.")
             passes = sharded_passes(model, r)
             found = collectives(passes, model, x)
+            if any(one.name == "permute" for one in found):
+                raise ValueError(f"{name=}: its points travel, which is not modelled.")
             flops = count_flops(passes, model, x)
             efficiency = {
                 part: modelled_seconds(whole, [], 1, part)

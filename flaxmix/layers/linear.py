@@ -76,9 +76,7 @@ class Linear(nnx.Module):
             y = scale_and_shift(y, bias=self.bias[...])
         return x + y if self.skip and not folded else y
 
-    def heads(
-        self, x: Float[Array, "*B N I"], heads: int
-    ) -> Float[Array, "*B N H D"]:
+    def heads(self, x: Float[Array, "*B N I"], heads: int) -> Float[Array, "*B N H D"]:
         """`self(x)` with channel h D + d at place d of head h, for the operators.
 
         The product is taken into their layout, points last: norms and operators that

@@ -8,6 +8,7 @@ from jaxtyping import Array, Bool, Float, Int, Key
 from flaxmix import ops
 from flaxmix.layers import Linear
 from flaxmix.mixers.heads import check_latents, head_channels, merge, real, split
+from flaxmix.ops.stream import spread
 
 
 class AnchorAttention(nnx.Module):
@@ -108,7 +109,9 @@ class AnchorAttention(nnx.Module):
             )
         width = x.shape[-1] // self.heads
         angles = ops.rotary_angles(self.coordinate_scale * coords, width)
-        chosen = lambda a: ops.take_points(a, anchors, axis_name=axis_name)
+        chosen = lambda a: spread(
+            ops.take_points(a, anchors, axis_name=axis_name), axis_name
+        )
         query, rest = jnp.split(self.qkv.kernel[...].astype(x.dtype), [x.shape[-1]], 1)
         assert self.qkv.bias is not None
         shift, offset = jnp.split(self.qkv.bias[...].astype(x.dtype), [x.shape[-1]])

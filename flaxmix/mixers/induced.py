@@ -19,6 +19,7 @@ from flaxmix.mixers.heads import (
     split,
     split_latents,
 )
+from flaxmix.ops.stream import spread
 
 
 class _AttentionBlock(nnx.Module):
@@ -101,7 +102,7 @@ class InducedAttention(nnx.Module):
             points(block.value),
             **shared,
         )
-        h = block.finish(q, merge_latents(z))
+        h = block.finish(q, merge_latents(spread(z, axis_name)))
         block = self.read
         q = block.query(x)
         y = ops.scatter(

@@ -13,6 +13,7 @@ from flaxmix.mixers.heads import (
     split,
     split_latents,
 )
+from flaxmix.ops.stream import spread
 
 
 class LunaAttention(nnx.Module):
@@ -75,7 +76,7 @@ class LunaAttention(nnx.Module):
             points(self.pack_value),
             **shared,
         )
-        packed = merge_latents(z)
+        packed = merge_latents(spread(z, axis_name))
         y = ops.scatter(
             points(self.query),
             latents(self.key, packed),

@@ -12,6 +12,7 @@ from flaxmix.layers.norm import NormKind
 from flaxmix.mixers.heads import check_latents, head_channels, merge, real, split
 from flaxmix.models.block import Block
 from flaxmix.models.stack import apply_stack, stack
+from flaxmix.ops.stream import spread
 
 
 class _ModeAttention(nnx.Module):
@@ -128,6 +129,7 @@ class LNO(nnx.Module):
         k = jnp.concatenate([k, jnp.ones_like(k[..., :1])], -1)[..., None, :]
         shared = {"mask": mask, "scale": 1.0, "axis_name": axis_name}
         z, _ = ops.gather(q, k, v[..., None, :], **shared)
-        z = apply_stack(self.blocks, z[..., 0, :, :], remat=self.remat)
+        z = spread(z, axis_name)[..., 0, :, :]
+        z = apply_stack(self.blocks, z, remat=self.remat)
         y = ops.scatter(k, q, z[..., None, :, :], **shared)[..., 0, :]
         return real(self.head(y).astype(x.dtype), mask)

@@ -22,6 +22,7 @@ from flaxmix.mixers.heads import (
 )
 from flaxmix.models.backbone import Backbone
 from flaxmix.models.block import Block
+from flaxmix.ops.stream import spread
 
 
 class _Encoder(nnx.Module):
@@ -41,7 +42,7 @@ class _Encoder(nnx.Module):
         q = split_latents(self.latents[...].astype(x.dtype), self.heads)
         k, v = split(self.key(u), self.heads), split(self.value(u), self.heads)
         z, _ = ops.gather(q, k, v, mask=mask, axis_name=axis_name)
-        return self.out(merge_latents(z))
+        return self.out(merge_latents(spread(z, axis_name)))
 
 
 class _Decoder(nnx.Module):

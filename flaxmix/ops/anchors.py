@@ -6,7 +6,7 @@ from jax import lax
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxmix.ops.latent import scatter
-from flaxmix.ops.stream import rank
+from flaxmix.ops.stream import accumulator, rank
 
 
 def draw_anchors(
@@ -78,7 +78,9 @@ def take_points(
     found = jnp.take_along_axis(x, places[..., None], -2, mode="clip")
     if axis_name is None:
         return found
-    return lax.psum(jnp.where(here[..., None], found, 0), axis_name)
+    # One of them is not 0; XLA on CPUs does not compile sums in half precision.
+    found = jnp.where(here[..., None], found, 0).astype(accumulator(x.dtype))
+    return lax.psum(found, axis_name).astype(x.dtype)
 
 
 def anchor_attention(

@@ -178,12 +178,15 @@ def gather(
         dropout: part of the probabilities that is set to 0, the rest being scaled up;
             which ones depends on `key`, `block`, `splits` and the sharding.
         key: drives the dropout; None for none.
-        block: points worked on at once; None chooses by shape and backend.
+        block: points worked on at once, in each split; None chooses by shape and
+            backend.
         splits: parts of N that are worked on side by side and merged: a few latents
             alone keep no accelerator busy. None chooses by shape and backend.
         implementation: "xla", or "cudnn" for that library's fused forward pass, which
-            takes bfloat16 and float16 on NVIDIA GPUs and knows no dropout. None means
-            "xla".
+            takes bfloat16 and float16 on NVIDIA GPUs, values as wide as the keys and no
+            dropout, and holds a mask for each latent. L then has the digits of these
+            dtypes, and so have gradients and sums over `axis_name`, which are made
+            with it: absolute errors of L are their relative ones. None means "xla".
 
     Returns:
         z in the dtype of `k`, and L = log sum_N exp(scale q k^T) in float32 or
@@ -209,6 +212,11 @@ def gather(
                 f"implementation='cudnn' needs bfloat16 or float16 on a GPU and no "
                 f"dropout, got {k.dtype} on {jax.default_backend()}"
                 f"{' with dropout' if dropping else ''}."
+            )
+        if v is not None and v.shape[-1] != k.shape[-1]:
+            raise ValueError(
+                f"implementation='cudnn' needs values as wide as the keys, got "
+                f"{v.shape[-1]} and {k.shape[-1]} channels."
             )
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale

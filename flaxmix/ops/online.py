@@ -202,6 +202,14 @@ def _joined(x: Array | None, points: int) -> Array | None:
     return x.reshape(*x.shape[:-2], -1)[..., :points]
 
 
+def _of_each(options: Options, q, points: int) -> Options:
+    """Options of one split; all of them together hold one block of scores."""
+    if options.block is not None:
+        return options
+    block = -(-block_size(q, points, None) // options.splits)
+    return dataclasses.replace(options, block=max(256, block))
+
+
 def _over_splits(f, queries, k, v, mask, key, splits: int):
     """f(queries, k, v, mask, key) of each of `splits` parts of the points."""
     if mask is None and k.shape[-1] % splits:
@@ -217,11 +225,13 @@ def _fused(q, k, v, mask, implementation: Any):
     """The part of all points, by an attention that returns its log-normaliser."""
     tokens = lambda x: jnp.moveaxis(x, -1, 1)
     keys = tokens(k)
+    # cuDNN broadcasts a mask over heads, not over queries.
+    seen = (k.shape[0], 1, q.shape[2], k.shape[-1])
     y, log_mass = jax.nn.dot_product_attention(
         jnp.swapaxes(q, 1, 2),
         keys,
         keys if v is None else tokens(v),
-        mask=None if mask is None else mask[:, None, None, :],
+        mask=None if mask is None else jnp.broadcast_to(mask[:, None, None], seen),
         scale=1.0,
         implementation=implementation,
         return_residual=True,
@@ -246,7 +256,8 @@ def _forward(q, k, v, mask, key, options):
     elif options.splits == 1:
         part = only(q, k, v, mask, key, options)
     else:
-        each = lambda q, *part: only(q, *part, options)
+        one = _of_each(options, q, k.shape[-1])
+        each = lambda q, k, v, mask, key: only(q, k, v, mask, key, one)
         parts = _over_splits(each, q, k, v, mask, key, options.splits)
         part = merge(parts, lambda x: x.max(0), lambda x: x.sum(0))
     part = merge_shards(part, options.axis_name)
@@ -260,9 +271,13 @@ def _backward(options, saved, cotangents):
     if options.splits == 1:
         dq, dk, dv = gradients(q, k, v, mask, key, queries, options)
     else:
-        each = lambda q, *part: gradients(q[0], *part, q[1], options)
-        both = q, queries
-        dq, dk, dv = _over_splits(each, both, k, v, mask, key, options.splits)
+        one = _of_each(options, q, k.shape[-1])
+
+        def each(both, k, v, mask, key):
+            q, queries = both
+            return gradients(q, k, v, mask, key, queries, one)
+
+        dq, dk, dv = _over_splits(each, (q, queries), k, v, mask, key, options.splits)
         dq = dq.sum(0)
         dk, dv = _joined(dk, k.shape[-1]), _joined(dv, k.shape[-1])
     return dq.astype(q.dtype), dk, dv, None, None

@@ -6,7 +6,7 @@ over long contiguous rows, which is several times faster on CPUs than with
 [B, N, H, D]; XLA folds the transposition into the projection before it.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -110,11 +110,29 @@ def align(*arrays: Array | None) -> tuple[Any, ...]:
     given = [a for a in arrays if a is not None]
     axes = frozenset().union(*(_varying(a) for a in given))
 
-    def vary(a):
-        missing = () if a is None else tuple(sorted(axes - _varying(a)))
-        return lax.pcast(a, missing, to="varying") if missing else a
+    return tuple(None if a is None else vary(a, axes) for a in arrays)
 
-    return tuple(vary(a) for a in arrays)
+
+def vary(a: Array, axes: Iterable[str]) -> Array:
+    """The same array, varying over mesh axes; its derivative is summed over them.
+
+    Sums of half precision are taken in float32: they are more exact, and XLA on CPUs
+    does not compile the others.
+    """
+    missing = tuple(sorted(set(axes) - _varying(a)))
+    if not missing:
+        return a
+    floating = jnp.issubdtype(a.dtype, jnp.floating)
+    wide = a.astype(accumulator(a.dtype)) if floating else a
+    return lax.pcast(wide, missing, to="varying").astype(a.dtype)
+
+
+def spread(x: Array, axis_name: str | None) -> Array:
+    """What all devices hold alike, such as gathered latents, before layers take it.
+
+    They would otherwise sum its derivative in half precision; see `vary`.
+    """
+    return x if axis_name is None else vary(x, (axis_name,))
 
 
 def softmax_gradient(p: Array, dp: Array) -> Array:

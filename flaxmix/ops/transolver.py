@@ -27,6 +27,7 @@ from flaxmix.ops.stream import (
     fold,
     put,
     softmax_gradient,
+    spread,
     zeros,
 )
 
@@ -207,7 +208,7 @@ def transolver(
     shared: Any = {"mask": mask, "noise": noise, "rate": rate, "axis_name": axis_name}
     t, _ = pool(k, q, v, **shared)
     t = t if offset is None else t + offset.astype(t.dtype)[:, None]
-    t = jnp.swapaxes(t, -3, -2).astype(k.dtype)
+    t = spread(jnp.swapaxes(t, -3, -2), axis_name).astype(k.dtype)
     project = lambda kernel: t @ kernel.astype(t.dtype)
     z, _ = attention(project(query), project(key), project(value))
     return scatter(k, q, jnp.swapaxes(z, -3, -2), scale=1.0, **shared)

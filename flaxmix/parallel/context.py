@@ -7,6 +7,8 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh, Mesh, PartitionSpec as P
 from jaxtyping import Array, Bool, Float, Key
 
+from flaxmix.ops.stream import vary
+
 
 def apply(
     model: Any,
@@ -49,8 +51,7 @@ def apply(
 
     def local(model, x, mask, key):
         # Their derivatives are then added up once at the end, not in each layer.
-        vary = lambda parameter: jax.lax.pcast(parameter, "context", to="varying")
-        model = jax.tree.map(vary, model)
+        model = jax.tree.map(lambda parameter: vary(parameter, ("context",)), model)
         return model(x, mask=mask, axis_name="context", key=key)
 
     spec = P(*(None,) * (x.ndim - 2), "context")
