@@ -1,5 +1,7 @@
+import functools
 import json
 import math
+import threading
 import types
 import typing
 
@@ -7,12 +9,14 @@ import jax
 import numpy as np
 import pytest
 
-from train import bench, models, timing
+from train import bench, models, scaling, timing
 from train.config import ModelName
+from train.flops import Collective
 
 # The other mixers of the backbone are timed alone, which compiles faster.
 ARCHITECTURES = ["mha", *models.MODELS]
-TINY = ("--channels", "12", "--heads", "2", "--latents", "3", "--repeats", "2")
+SMALL = ("--channels", "12", "--heads", "2", "--latents", "3")
+TINY = (*SMALL, "--repeats", "2")
 STEPS = [
     f"flaxmix, {steps} a call{remat}" for steps in (1, 3) for remat in ("", ", remat")
 ]
@@ -23,9 +27,9 @@ def run(tmp_path, capsys, monkeypatch):
     """Runs a suite at tiny sizes and returns its report and what it printed."""
     monkeypatch.setattr(timing, "LEAST_SECONDS", 1e-3)
 
-    def run(suite, *argv):
+    def run(suite, *argv, sizes=TINY):
         path = tmp_path / "report" / f"{suite}.json"
-        bench.main([suite, *TINY, *argv, "--json", str(path)])
+        bench.main([suite, *sizes, *argv, "--json", str(path)])
         return json.loads(path.read_text()), capsys.readouterr()
 
     return run
@@ -122,7 +126,9 @@ def test_contenders_take_turns_within_their_time(monkeypatch, capsys):
     slow, quick = contender("slow", 8), contender("quick", 0.04, steps=4)
     contenders = {"slow": slow, "quick": quick}
     rows = timing.race("title", contenders, repeats=5, seconds=20)
-    assert order[2:] == ["slow", "quick", "quick"] * 3 + ["quick"] * 4
+    # At the end, how much memory a call takes.
+    timed = ["slow", "quick", "quick"] * 3 + ["quick"] * 4
+    assert order[2:] == [*timed, "slow", "quick"]
     assert [row.repeats for row in rows] == [3, 5]
     np.testing.assert_allclose([row.milliseconds for row in rows], [8000, 10])
     np.testing.assert_allclose(rows[1].ratio, 10 / 8000)
@@ -138,6 +144,24 @@ def test_contenders_take_turns_within_their_time(monkeypatch, capsys):
         (("mixers", "--channels", "9"), "heads=8 must divide channels=9"),
         (("mixers", "--repeats", "0"), "repeats must be at least 1, got 0"),
         (("others",), "others"),
+        (
+            ("latent", "--points", "7", "0"),
+            "batch=1 and points=(7, 0) must be positive",
+        ),
+        (("latent", "--channels", "9"), "heads=8 must divide channels=9"),
+        (("latent", "--latents", "0"), "latents must be at least 1, got 0"),
+        (("latent", "--repeats", "0"), "repeats must be at least 1, got 0"),
+        (("context", "--channels", "9"), "heads=8 must divide channels=9"),
+        (("context", "--shards", "2", "0"), "shards=(2, 0) and"),
+        (("context", "--utilisation", "0"), "utilisation=(0.0,) must be positive"),
+        (
+            ("context", *SMALL, "--blocks", "1", "--points", "8", "--shards", "3"),
+            "8 points do not come out even over 3 devices",
+        ),
+        (
+            ("context", *SMALL, "--name", "mha", "--points", "8", "--shards", "2"),
+            "name='mha': its points travel",
+        ),
     ],
 )
 def test_what_is_wrong_is_said(capsys, argv, message):
@@ -145,3 +169,84 @@ def test_what_is_wrong_is_said(capsys, argv, message):
         bench.main(list(argv))
     assert exit.value.code == 2
     assert message in capsys.readouterr().err
+
+
+def test_latent_suite_has_a_row_for_each_form(run):
+    report, printed = run("latent", "--points", "7", "--batch", "2")
+    rows = [row for row in report["rows"] if row["name"] != "PyTorch"]
+    assert [(r["points"], r["name"]) for r in rows] == [
+        (7, "flaxmix"),
+        (7, "materialised"),
+    ]
+    for row in rows:
+        # So small a call may leave the process as it is.
+        assert_plausible({**row, "resident_bytes": 1 + row["resident_bytes"]})
+    assert report["sizes"] == {"batch": 2, "channels": 12, "heads": 2, "latents": 3}
+    assert "FLARE++ mixer, forward and backward: N 7, batch 2" in printed.out
+
+
+def test_context_suite_says_that_it_models(run):
+    options = "--points", "24", "48", "--blocks", "3", "--shards", "2", "12"
+    report, printed = run(
+        "context", *options, "--utilisation", "0.1", "0.5", sizes=SMALL
+    )
+    rows = report["rows"]
+    assert [(r["points"], r["devices"]) for r in rows] == [
+        (24, 2),
+        (24, 12),
+        (48, 2),
+        (48, 12),
+    ]
+    assert report["suite"] == "context" and report["sizes"]["blocks"] == 3
+    # What is sent depends neither on points nor on devices; the work is shared.
+    assert len({(r["bytes"], r["collectives"]) for r in rows}) == 1
+    assert rows[0]["bytes"] > 0
+    assert rows[1]["flops"] < rows[0]["flops"] < rows[2]["flops"]
+    for row in rows:
+        found = row["modelled_efficiency"]
+        assert set(found) == {"0.1", "0.5"}
+        # What arithmetic gains, exchanges do not.
+        assert 0 < found["0.5"] < found["0.1"] < 1
+    assert "MODELLED" in printed.out and "Assumed, not measured" in printed.out
+
+
+def test_modelled_seconds_by_hand():
+    exchanged = [
+        Collective("maximum", (10,), 1000, 6),
+        Collective("sum", (10, 9), 9000, 6),
+        Collective("sum", (7,), 4000, 1),
+        Collective("sum", (9,), 6000, 1),
+    ]
+    work = 989e12 / 5
+    seconds = functools.partial(scaling.modelled_seconds, work, exchanged)
+    # A fifth of the peak's second at half of the peak.
+    np.testing.assert_allclose(seconds(1, 0.5), 0.4)
+    # 70,000 bytes, of which 2 (R - 1) / R go through a link; 6 + 6 + 1 latencies.
+    node = 13 * 10e-6 + 7 / 4 * 70e3 / 450e9
+    np.testing.assert_allclose(seconds(8, 0.5), 0.4 + node)
+    network = 13 * 30e-6 + 30 / 16 * 70e3 / 50e9
+    np.testing.assert_allclose(seconds(16, 0.25), 0.8 + network)
+    np.testing.assert_allclose(seconds(8, 0.5) - seconds(1, 0.5), node)
+
+
+def test_growth_sees_what_a_call_frees_again():
+    size = 100 * 2**20
+    # The sum reads all of it while it is watched.
+    grown = timing._growth(lambda: np.ones(size, np.uint8).sum())
+    assert 0.9 * size < grown < 1.5 * size
+    assert timing._growth(lambda: None) < 0.1 * size
+
+
+def test_growth_ends_with_a_call_that_fails():
+    threads = threading.active_count()
+    with pytest.raises(ZeroDivisionError):
+        timing._growth(lambda: 1 / 0)
+    assert threading.active_count() == threads
+
+
+def test_growth_is_unknown_where_the_system_does_not_tell(monkeypatch):
+    def missing(path):
+        raise FileNotFoundError(path)
+
+    monkeypatch.setattr("builtins.open", missing)
+    assert timing._growth(lambda: None) is None
