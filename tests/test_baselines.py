@@ -37,6 +37,15 @@ from baseline_cases import (
 from closeness import assert_close
 
 
+def slow_but(default, names):
+    """Parameters of all names, of which those that are no default are slow."""
+    slow = functools.partial(pytest.param, marks=pytest.mark.slow)
+    return [name if name in default else slow(name) for name in names]
+
+
+LAYERS = [name for name in KINDS if name not in MODELS]
+
+
 @pytest.mark.parametrize("name", CASES)
 def test_matches_formula(name):
     with jax.enable_x64(True):
@@ -48,10 +57,16 @@ def test_matches_formula(name):
         real = np.asarray(mask)
         expected = oracle(p, np.asarray(x), real, layer)
         assert_close(y[mask], expected[real], error=TIGHT)
-        # And a mask of ones is no mask.
-        whole = np.ones_like(real)
-        expected = apply(layer, x, jnp.asarray(whole))
-        assert_close(jax.jit(lambda m, x: m(x))(layer, x), expected, error=TIGHT)
+
+
+# The others without a mask come with padding below.
+@pytest.mark.parametrize("name", slow_but(["gnot_grid"], CASES))
+def test_a_mask_of_ones_is_no_mask(name):
+    with jax.enable_x64(True):
+        layer = module(name, jnp.float64)
+        x, mask = inputs(name, dtype=jnp.float64)
+        expected = apply(layer, x, jnp.ones_like(mask))
+        assert_close(apply(layer, x, None), expected, error=TIGHT)
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -88,8 +103,14 @@ def test_padding_and_any_batch(name):
     longer = jnp.concatenate([cut, jnp.full((N - count, cut.shape[-1]), jnp.nan)])
     actual = apply(layer, longer, jnp.arange(N) < count)
     assert_close(actual[:count], expected, error=ERROR)
-    # One point is a mesh, too.
-    assert np.isfinite(apply(layer, x[0, 0, :1], None)).all()
+
+
+@pytest.mark.parametrize(
+    "name", slow_but(LAYERS, [name for name in KINDS if name != "gnot_grid"])
+)
+def test_one_point_is_a_mesh(name):
+    x, _ = inputs(name)
+    assert np.isfinite(apply(module(name), x[0, :1], None)).all()
 
 
 @pytest.mark.parametrize("name", KINDS)
@@ -105,7 +126,10 @@ def test_points_are_a_set_and_items_are_alone(name):
     if name == "gnot_grid":
         pos = jnp.asarray(model_oracles.grid_distances((3, 4)), jnp.float32)
         given, moved = {"pos": pos}, {"pos": pos[order]}
-    run = jax.jit(lambda layer, x, given: layer(x, mask=mask, **given))
+    placed = jax.jit(lambda layer, x, given: layer(x, mask=mask, **given))
+    run = lambda layer, x, given: (
+        placed(layer, x, given) if given else apply(layer, x, mask)
+    )
     y = run(layer, x, given)
     assert_close(run(layer, x[:, order], moved), y[:, order], error=ERROR)
     other = run(layer, x.at[1].set(7.0), given)
@@ -140,7 +164,7 @@ MESHES = {"context": (4,), "both": (2, 4)}
 @pytest.mark.parametrize(
     "shape", ["context", pytest.param("both", marks=pytest.mark.slow)]
 )
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(LAYERS, KINDS))
 def test_shards_equal_one_device(name, shape):
     """Values, and gradients of every parameter and of x, in float64."""
     axes = ("data", "context")[-len(MESHES[shape]) :]
@@ -180,7 +204,7 @@ def test_one_trace_a_shape_and_only_parameters(name):
     f = jax.jit(chex.assert_max_traces(lambda layer, x: layer(x), n=1))
     x, _ = inputs(name)
     for scale in (1, 2, 3):
-        f(layer, scale * x)
+        f.trace(layer, scale * x)
     state = nnx.state(nnx.eval_shape(CASES[name][0]))
     leaves = jax.tree.leaves(state, is_leaf=lambda x: isinstance(x, nnx.Variable))
     assert leaves and {type(leaf) for leaf in leaves} == {nnx.Param}
@@ -191,19 +215,28 @@ def test_one_trace_a_shape_and_only_parameters(name):
     assert_close(jax.tree.leaves(again), jax.tree.leaves(layer), error=0.0)
 
 
-@pytest.mark.parametrize("name", MODELS)
-def test_remat_changes_nothing_and_depth_is_scanned(name):
+# One with the shared loop over blocks, and one with its own.
+@pytest.mark.parametrize("name", slow_but(["luna", "lno"], MODELS))
+def test_remat_changes_nothing(name):
     layer = module(name)
     x, mask = inputs(name)
     again = module(name)
     again.remat = True
     actual, expected = value_and_grads(again, x, mask), value_and_grads(layer, x, mask)
     assert_close(actual, expected, error=ERROR)
-    text = str(jax.make_jaxpr(lambda m, x: m(x))(again, x))
-    assert "remat" in text and "scan" in text
 
 
 @pytest.mark.parametrize("name", MODELS)
+def test_depth_is_scanned(name):
+    layer = module(name)
+    x, _ = inputs(name)
+    for remat in (False, True):
+        layer.remat = remat
+        text = str(jax.make_jaxpr(lambda m, x: m(x))(layer, x))
+        assert "scan" in text and ("remat" in text) == remat
+
+
+@pytest.mark.parametrize("name", slow_but(["luna", "lno", "gnot"], MODELS))
 def test_blocks_compute_in_the_given_dtype(name):
     layer = module(name)
     x, mask = inputs(name)
@@ -235,4 +268,4 @@ def test_heads_must_divide_channels(name, heads, monkeypatch):
             2, 1, channels=C, blocks=1, mixer=inner, rngs=nnx.Rngs(0)
         )
     with pytest.raises(ValueError, match=f"heads={heads} must divide channels={C}"):
-        make()
+        nnx.eval_shape(make)

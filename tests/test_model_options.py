@@ -46,12 +46,14 @@ def test_noise_in_evaluation():
     given = jax.jit(lambda m, x: m(x, gumbel_u=u))
     assert_close(given(plain, x), given(layer, x), error=0.0)
 
-    make = lambda option: models.Surrogate(
-        *(INPUTS, OUTPUTS),
-        **{"channels": C, "blocks": 3, "io_layers": 0},
-        mixer=functools.partial(mixers.TransolverPP, **SIZES, evaluation_noise=option),
-        rngs=nnx.Rngs(0),
-    )
+    make = lambda kind, option: jax.jit(
+        lambda: models.Surrogate(
+            *(INPUTS, OUTPUTS),
+            **{"channels": C, "blocks": 3, "io_layers": 0},
+            mixer=functools.partial(kind, **SIZES, evaluation_noise=option),
+            rngs=nnx.Rngs(0),
+        )
+    )()
     seen = []
 
     class Spy(mixers.TransolverPP):
@@ -60,17 +62,12 @@ def test_noise_in_evaluation():
             return super().__call__(x, gumbel_u=gumbel_u, **options)
 
     key_data = jax.random.key_data
-    spy = models.Surrogate(
-        *(INPUTS, OUTPUTS),
-        **{"channels": C, "blocks": 3, "io_layers": 0},
-        mixer=functools.partial(Spy, **SIZES, evaluation_noise=True),
-        rngs=nnx.Rngs(0),
-    )
     x, _ = inputs("luna")
-    jax.block_until_ready(jax.jit(lambda m, x: m(x))(spy, x))
+    jax.block_until_ready(jax.jit(lambda m, x: m(x))(make(Spy, True), x))
     jax.effects_barrier()
     assert len(set(seen)) == 3
-    assert np.any(run(make(True), x, None) != run(make(False), x, None))
+    noisy, plain = (make(mixers.TransolverPP, option) for option in (True, False))
+    assert np.any(run(noisy, x, None) != run(plain, x, None))
 
 
 def test_noise_of_shards_is_that_of_one_device():
@@ -92,18 +89,30 @@ def test_noise_of_shards_is_that_of_one_device():
 
 
 def test_noise_in_evaluation_is_no_dropout():
-    make = lambda dropout: models.Surrogate(
-        *(INPUTS, OUTPUTS),
-        **{"channels": C, "blocks": 3, "io_layers": 0, "dropout": dropout},
-        mixer=functools.partial(mixers.TransolverPP, **SIZES, evaluation_noise=True),
-        rngs=nnx.Rngs(0),
-    )
+    make = lambda dropout: jax.jit(
+        lambda: models.Surrogate(
+            *(INPUTS, OUTPUTS),
+            **{"channels": C, "blocks": 3, "io_layers": 0, "dropout": dropout},
+            mixer=functools.partial(
+                mixers.TransolverPP, **SIZES, evaluation_noise=True
+            ),
+            rngs=nnx.Rngs(0),
+        )
+    )()
     x, _ = inputs("luna")
     run = jax.jit(lambda m, x: m(x))
     assert_close(run(make(0.5), x), run(make(0.0), x), error=0.0)
 
 
-@pytest.mark.parametrize("name", ["backbone", "luna", "abupt", "set_transformer"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "backbone",
+        "luna",
+        pytest.param("abupt", marks=pytest.mark.slow),
+        pytest.param("set_transformer", marks=pytest.mark.slow),
+    ],
+)
 def test_dropout_of_blocks_needs_a_key(name):
     layer = module(name)
     x, _ = inputs(name)
@@ -127,13 +136,15 @@ def test_dropout_of_blocks_needs_a_key(name):
         mixers.SelfAttention,
         mixers.Flare,
         mixers.FlarePP,
-        mixers.SimplifiedFlarePP,
-        mixers.AblatedFlarePP,
+        pytest.param(mixers.SimplifiedFlarePP, marks=pytest.mark.slow),
+        pytest.param(mixers.AblatedFlarePP, marks=pytest.mark.slow),
     ],
 )
 def test_attention_dropout_needs_a_key(kind):
     sizes = {"heads": H} | ({} if kind is mixers.SelfAttention else {"latents": M})
-    make = lambda rate: kind(C, **sizes, attention_dropout=rate, rngs=nnx.Rngs(0))
+    make = lambda rate: jax.jit(
+        lambda: kind(C, **sizes, attention_dropout=rate, rngs=nnx.Rngs(0))
+    )()
     x = inputs("transolver")[0]
     run = jax.jit(lambda m, x, key: m(x, key=key))
     key = jax.random.key(0)
@@ -149,59 +160,75 @@ def test_attention_dropout_needs_a_key(kind):
 
 def test_initial_values():
     """Of what is no plain weight; at sizes where a deviation shows."""
-    flat = lambda module: {
-        jax.tree_util.keystr(path, simple=True, separator="."): np.asarray(x)
-        for path, x in jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
-    }
-    sizes = {"heads": 4, "latents": 40, "rngs": nnx.Rngs(0)}
+
+    def initial(wanted, kind, *widths, **sizes):
+        """The parameters with a name that ends as wanted: no other is compiled."""
+
+        @jax.jit
+        def make():
+            module = kind(*widths, **sizes, rngs=nnx.Rngs(0))
+            leaves = jax.tree.leaves_with_path(nnx.to_pure_dict(nnx.state(module)))
+            name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+            return {name(path): x for path, x in leaves if name(path).endswith(wanted)}
+
+        found = jax.tree.map(np.asarray, make())
+        assert found
+        return found
+
+    sizes = {"heads": 4, "latents": 40}
     for kind, name in (
         (mixers.Transolver, "temperature"),
         (mixers.Transolver3, "temperature"),
         (mixers.TransolverPP, "offset"),
     ):
-        assert_close(flat(kind(32, **sizes))[name], np.full(4, 0.5), error=0.0)
-    inducing = flat(mixers.InducedAttention(32, **sizes))["inducing"]
+        (actual,) = initial(name, kind, 32, **sizes).values()
+        assert_close(actual, np.full(4, 0.5), error=0.0)
+    (inducing,) = initial("inducing", mixers.InducedAttention, 32, **sizes).values()
     limit = np.sqrt(6 / (40 * 32 + 32))
     assert 0.99 * limit < np.abs(inducing).max() <= limit
     # A uniform deviates by limit / sqrt(3); 1,280 numbers, to 2 %.
     assert abs(inducing.std() / (limit / np.sqrt(3)) - 1) < 0.08
     ends = {"channels": 32, "blocks": 2, **sizes}
-    packed = flat(models.Luna(2, 1, **ends))["packed"]
+    (packed,) = initial("packed", models.Luna, 2, 1, **ends).values()
     assert abs(packed.std() * np.sqrt(32) - 1) < 0.08
-    latents = flat(models.PerceiverIO(2, 1, **ends))["encoder.latents"]
+    (latents,) = initial("encoder.latents", models.PerceiverIO, 2, 1, **ends).values()
     assert abs(latents.std() - 1) < 0.08
-    for name, x in flat(models.LNO(2, 1, **ends)).items():
-        if name.endswith(("score.first.kernel", "score.first.bias")):
+    score, query = ("score.first.kernel", "score.first.bias"), "mixer.query.kernel"
+    lno = initial((*score, query), models.LNO, 2, 1, **ends)
+    assert len(lno) == 3
+    for name, x in lno.items():
+        if name.endswith(score):
             assert 0.9 / np.sqrt(32) < np.abs(x).max() <= 1 / np.sqrt(32), name
-        if name.endswith("mixer.query.kernel"):
+        else:
             assert abs(x.std() * np.sqrt(3 * 32) - 1) < 0.08
     del ends["latents"]
-    placeholder = flat(models.GNOT(2, 1, **ends))["placeholder"]
+    (placeholder,) = initial("placeholder", models.GNOT, 2, 1, **ends).values()
     assert placeholder.min() >= 0 and 0.8 / 32 < placeholder.max() < 1 / 32
 
 
 def test_experts_and_grids_of_gnot():
-    sizes = {"channels": C, "blocks": 1, "heads": H, "rngs": nnx.Rngs(0)}
+    sizes = {"channels": C, "blocks": 1, "heads": H}
+    make = lambda **options: models.GNOT(2, 1, **sizes, **options, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="experts must be at least 1, got 0"):
-        models.GNOT(2, 1, **sizes, experts=0)
-    model = models.GNOT(2, 1, **sizes, grid=(5, 7))
+        make(experts=0)
+    model = nnx.eval_shape(lambda: make(grid=(5, 7)))
     with pytest.raises(ValueError, match="12 points are not those of a 5 x 7 grid"):
-        model(jnp.ones((12, 2)))
+        jax.eval_shape(lambda m, x: m(x), model, jnp.ones((12, 2)))
 
 
 def test_anchor_coordinates():
     sizes = {"channels": C, "blocks": 1, "heads": H, "latents": M}
     make = lambda **options: models.ABUPT(3, 1, **sizes, **options, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"coordinates=\(0, 3\) must be some of 3"):
-        make(coordinates=(0, 3))
+        nnx.eval_shape(lambda: make(coordinates=(0, 3)))
     with pytest.raises(ValueError, match=r"coordinates=\(\) must be some of 3"):
-        make(coordinates=())
+        nnx.eval_shape(lambda: make(coordinates=()))
     sizes["heads"] = 6
     with pytest.raises(ValueError, match="of 3 axes needs .* at least 6, got 4"):
-        make()
+        nnx.eval_shape(make)
     # A permutation names its first points.
     sizes["heads"] = H
-    model, x = make(), inputs("abupt")[0][..., :3]
+    model, x = jax.jit(make)(), inputs("abupt")[0][..., :3]
     order = jnp.asarray(np.random.default_rng(0).permutation(N))
     run = jax.jit(lambda m, x, given: m(x, **given))
     actual = run(model, x, {"permutation": order})

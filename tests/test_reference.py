@@ -23,6 +23,23 @@ NAMES = sorted(
 )
 
 
+# Those that compile longest, of which each mixer and each model has another file.
+LONG = {
+    "model_abupt_surface_rms",
+    "model_abupt_surface_rms_d16",
+    "model_backbone_flare_ln",
+    "model_backbone_flarepp_rms",
+    "model_backbone_mha_ln",
+    "model_backbone_simplifiedflarepp_ln",
+    "model_backbone_transolver3_ln",
+    "model_backbone_transolver_ln",
+    "model_backbone_transolverpp_ln",
+    "model_flare_surface",
+    "model_gnot_structured",
+}
+assert LONG <= set(NAMES)
+
+
 @pytest.fixture
 def optimized():
     """The code that users run: in float32 some gradients nearly cancel, and their last
@@ -113,7 +130,10 @@ def check(name, dtype, error, mutate=None):
     return worst
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(n, marks=pytest.mark.slow) if n in LONG else n for n in NAMES],
+)
 def test_float64(name):
     check(name, jnp.float64, 1e-10)
 

@@ -1,6 +1,7 @@
 """Slices, noise, dropout, anchors and linear attention: the operators by themselves."""
 
 import functools
+import itertools
 
 import jax
 import jax.numpy as jnp
@@ -43,6 +44,24 @@ def dense_scatter(k, q, z, rate, mask, u):
     return jnp.einsum("bnhm,bhme->bnhe", weights(k, q, mask, u, rate), z)
 
 
+def value_and_pull(f, *args):
+    """Results, and gradients at a cotangent of their cosines, in one compiled call."""
+
+    @jax.jit
+    def run(*args):
+        y, back = jax.vjp(f, *args)
+        return y, back(jax.tree.map(jnp.cos, y))
+
+    return run(*args)
+
+
+def default_of(cases, default):
+    """Parameters of all cases, of which those that are no default are slow."""
+    assert set(default) <= set(cases)
+    slow = lambda case: pytest.param(*case, marks=pytest.mark.slow)
+    return [case if case in default else slow(case) for case in cases]
+
+
 @functools.cache
 def _random():
     rng = np.random.default_rng(3)
@@ -51,9 +70,18 @@ def _random():
     return u, mask
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("noisy", ["no", "noise", "rate"])
-@pytest.mark.parametrize("block", [None, 4])
+@pytest.mark.parametrize(
+    "block,noisy,masked",
+    default_of(
+        list(itertools.product([None, 4], ["no", "noise", "rate"], [False, True])),
+        [
+            (None, "no", False),
+            (None, "noise", True),
+            (4, "no", True),
+            (4, "rate", True),
+        ],
+    ),
+)
 def test_pool_and_scatter_are_their_formulas(block, noisy, masked):
     with jax.enable_x64(True):
         k, q, v, z = arrays((B, N, H, D), (H, M, D), (B, N, H, E), (B, H, M, E))
@@ -70,16 +98,17 @@ def test_pool_and_scatter_are_their_formulas(block, noisy, masked):
 
         for ours, dense, x in ((pool, dense_pool, v), (scatter, dense_scatter, z)):
             args = (k, q, x, rate)
-            expected, pull = jax.vjp(lambda *a, f=dense: f(*a, mask, u), *args)
-            actual, back = jax.vjp(ours, *args)
-            assert_close(actual, expected, error=TIGHT)
-            cotangent = jax.tree.map(jnp.cos, expected)
-            assert_close(back(cotangent), pull(cotangent), error=TIGHT)
+            expected = value_and_pull(lambda *a, f=dense: f(*a, mask, u), *args)
+            assert_close(value_and_pull(ours, *args), expected, error=TIGHT)
 
 
-@pytest.mark.parametrize("masked", [False, True])
-@pytest.mark.parametrize("each", [False, True])
-@pytest.mark.parametrize("block", [None, 4])
+@pytest.mark.parametrize(
+    "block,each,masked",
+    default_of(
+        list(itertools.product([None, 4], [False, True], [False, True])),
+        [(None, False, False), (4, True, True)],
+    ),
+)
 def test_noise_of_a_key_is_the_noise_of_its_uniforms(block, each, masked):
     """One for each point by its rank, in every block; a key for all items or each."""
     with jax.enable_x64(True):
@@ -94,21 +123,21 @@ def test_noise_of_a_key_is_the_noise_of_its_uniforms(block, each, masked):
             u[b, :, n] = jax.random.uniform(own, (H, M))
         options = {"mask": mask, "block": block}
         loss = lambda k, q, v, noise: ops.pool(k, q, v, noise=noise, **options)[0]
-        expected, pull = jax.vjp(lambda *a: loss(*a, jnp.asarray(u)), k, q, v)
-        actual, back = jax.vjp(lambda *a: loss(*a, keys), k, q, v)
+        expected = value_and_pull(lambda *a: loss(*a, jnp.asarray(u)), k, q, v)
+        actual = value_and_pull(lambda *a: loss(*a, keys), k, q, v)
         assert_close(actual, expected, error=TIGHT)
-        cotangent = jnp.cos(expected)
-        assert_close(back(cotangent), pull(cotangent), error=TIGHT)
         # And the points read with the same weights.
         z = jnp.swapaxes(v[:, :M], 1, 2)
-        read = lambda noise: ops.scatter(k, q, z, scale=1.0, noise=noise, **options)
+        read = jax.jit(
+            lambda noise: ops.scatter(k, q, z, scale=1.0, noise=noise, **options)
+        )
         assert_close(read(keys), read(jnp.asarray(u)), error=TIGHT)
 
 
 def test_masses_are_sums_of_more_than_half_precision_can_hold():
     k = jnp.ones((70_000, 1, 2), jnp.float16)
     q = jnp.ones((1, 2, 2), jnp.float16)
-    tokens, mass = ops.pool(k, q, k)
+    tokens, mass = jax.jit(ops.pool)(k, q, k)
     assert_close(mass, np.full((1, 2), 35_000.0), error=1e-6)
     assert_close(tokens, np.ones((1, 2, 2)), error=1e-3)
 
@@ -121,16 +150,14 @@ def test_latents_that_may_not_be_read():
         def run(k, q, z):
             return ops.scatter(k, q, z, latent_mask=keep)
 
-        y, back = jax.vjp(run, k, q, z)
         few = lambda a: a[:1, :, np.asarray(keep[0])]
         # What they hold does not matter.
         hide = lambda a: jnp.where(keep[:, None, :, None], a, jnp.nan)
         q, z = hide(q), hide(z)
-        expected, pull = jax.vjp(ops.scatter, k[:1], few(q), few(z))
+        y, (dk, dq, dz) = value_and_pull(run, k, q, z)
+        expected, (ek, eq, ez) = value_and_pull(ops.scatter, k[:1], few(q), few(z))
         assert_close(y[:1], expected, error=TIGHT)
         assert not np.any(y[1])
-        dk, dq, dz = back(jnp.cos(y))
-        ek, eq, ez = pull(jnp.cos(expected))
         assert_close((dk[:1], few(dq), few(dz)), (ek, eq, ez), error=TIGHT)
         # Nothing to read: no derivative either, and nothing that is not finite.
         for gradient in (dk, dq, dz):
@@ -150,22 +177,26 @@ def scattered(q, k, v, **options):
     return ops.scatter(q, latents(k), latents(v), **options)
 
 
-@pytest.mark.parametrize("block", [None, 4])
-@pytest.mark.parametrize("op", [attention, gathered, scattered])
+@pytest.mark.parametrize(
+    "op,block",
+    default_of(
+        list(itertools.product([attention, gathered, scattered], [None, 4])),
+        [(attention, 4), (gathered, None), (scattered, 4)],
+    ),
+)
 def test_dropout(op, block):
     with jax.enable_x64(True):
         q, k = arrays((1, 7, H, D), (1, N, H, D))
         v = jnp.ones((1, N, H, 1))
         key = jax.random.key(3)
-        run = functools.partial(op, q, k, block=block)
+        run = jax.jit(functools.partial(op, block=block), static_argnames="dropout")
         # Nothing is dropped without a key, nor with a rate of 0.
-        plain = run(v)
-        assert_close(run(v, dropout=0.4), plain, error=0.0)
-        assert_close(run(v, dropout=0.0, key=key), plain, error=0.0)
+        plain = run(q, k, v)
+        assert_close(run(q, k, v, dropout=0.4), plain, error=0.0)
+        assert_close(run(q, k, v, dropout=0.0, key=key), plain, error=0.0)
         # Rows of probabilities: what is kept is scaled up, and on average all is.
-        y = jax.vmap(lambda key: run(v, dropout=0.4, key=key))(
-            jax.random.split(key, 4000)
-        )
+        draw = jax.jit(jax.vmap(lambda key: run(q, k, v, dropout=0.4, key=key)))
+        y = np.asarray(draw(jax.random.split(key, 4000)))
         assert np.abs(y.std(0)).min() > 0.05
         # The mean of 4,000 sums, none of which deviates by more than 1.
         assert np.abs(y.mean(0) - 1).max() < 0.08
@@ -224,38 +255,46 @@ def test_linear_attention_is_its_formula():
                 assert_close(y[0, n, h], total / mass + a[0, n, h], error=TIGHT)
 
 
+draw_anchors = jax.jit(ops.draw_anchors, static_argnums=(1, 2))
+
+
 def test_anchors_are_different_real_points():
     key, mask = jax.random.key(0), jnp.asarray([[True] * 9 + [False] * 3, [False] * 12])
-    anchors, real = ops.draw_anchors(key, 12, 5, mask=mask)
+    anchors, real = draw_anchors(key, 12, 5, mask=mask)
     assert anchors.shape == real.shape == (2, 5)
     assert real[0].all() and not real[1].any()
     assert len(set(anchors[0].tolist())) == 5 and anchors[0].max() < 9
     # The same points at every length of padding, and without any.
-    alone, none = ops.draw_anchors(key, 9, 5)
+    alone, none = draw_anchors(key, 9, 5)
     assert none is None and set(alone.tolist()) == set(anchors[0].tolist())
     # Padding in between does not matter either.
     order = jnp.asarray([0, 9, 1, 2, 10, 3, 4, 5, 6, 7, 11, 8])
-    mixed, _ = ops.draw_anchors(key, 12, 5, mask=mask[:1, order])
+    mixed, _ = draw_anchors(key, 12, 5, mask=mask[:1, order])
     assert set(order[mixed[0]].tolist()) == set(alone.tolist())
     # All there are, where there are no more.
-    few, real = ops.draw_anchors(key, 12, 20, mask=mask)
+    few, real = draw_anchors(key, 12, 20, mask=mask)
     assert few.shape == (2, 12) and set(few[0][real[0]].tolist()) == set(range(9))
-    assert set(ops.draw_anchors(key, 3, 5)[0].tolist()) == {0, 1, 2}
+    assert set(draw_anchors(key, 3, 5)[0].tolist()) == {0, 1, 2}
     # Another key, another draw.
-    other, _ = ops.draw_anchors(jax.random.key(1), 1000, 5)
-    assert set(other.tolist()) != set(ops.draw_anchors(key, 1000, 5)[0].tolist())
+    other, _ = draw_anchors(jax.random.key(1), 1000, 5)
+    assert set(other.tolist()) != set(draw_anchors(key, 1000, 5)[0].tolist())
 
 
 def test_anchors_are_drawn_evenly():
     draw = lambda key: ops.draw_anchors(key, 10, 3)[0]
-    drawn = jax.vmap(draw)(jax.random.split(jax.random.key(0), 3000))
+    drawn = jax.jit(jax.vmap(draw))(jax.random.split(jax.random.key(0), 3000))
     counts = np.bincount(np.ravel(drawn), minlength=10)
     # Binomial(3000, 0.3): standard deviation 25.
     assert np.abs(counts - 900).max() < 4.5 * 25
 
 
-@pytest.mark.parametrize("batch", [(2,), (2, 2), (2, 3)])
-@pytest.mark.parametrize("count", [3, 7, 30])
+@pytest.mark.parametrize(
+    "count,batch",
+    default_of(
+        list(itertools.product([3, 7, 30], [(2,), (2, 2), (2, 3)])),
+        [(3, (2, 3)), (7, (2,)), (30, (2, 2))],
+    ),
+)
 def test_sharded_anchors_are_those_of_one_device(count, batch):
     key = jax.random.key(2)
     mask = jnp.asarray(np.random.default_rng(0).random((*batch, 16)) < 0.6)
@@ -271,7 +310,7 @@ def test_sharded_anchors_are_those_of_one_device(count, batch):
         out_specs=P("context"),
     )
     places, real = jax.jit(sharded)(mask)
-    expected, counted = ops.draw_anchors(key, 16, count, mask=mask)
+    expected, counted = draw_anchors(key, 16, count, mask=mask)
     for shard in range(4):
         for item in np.ndindex(*batch):
             ours = places[(shard, *item)][real[(shard, *item)]].tolist()
@@ -317,5 +356,5 @@ def test_float16_gradients_of_nearly_empty_slices_are_finite():
     q = jnp.asarray([[[0, 0], [-20, 0]]], jnp.float16)
     for mask in (None, jnp.zeros((1, 4), bool)):
         loss = lambda k, q, v, mask=mask: ops.pool(k, q, v, mask=mask)[0].sum()
-        grads = jax.grad(loss, (0, 1, 2))(k, q, jnp.ones_like(k))
+        grads = jax.jit(jax.grad(loss, (0, 1, 2)))(k, q, jnp.ones_like(k))
         assert all(np.isfinite(g).all() for g in grads)

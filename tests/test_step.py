@@ -52,7 +52,9 @@ def test_noise_follows_from_the_seed_and_the_step_alone():
 
 def test_noise_shares_no_key_with_initialisation():
     # nnx.Rngs folds its count into the key of the seed.
-    data = lambda key: tuple(jax.random.key_data(key).tolist())
     counts = jax.vmap(lambda i: jax.random.fold_in(jax.random.key(3), i))
-    used = {data(key) for key in counts(jnp.arange(10_000))}
+    keys = jax.random.key_data(counts(jnp.arange(10_000)))
+    used = set(map(tuple, keys.tolist()))
+    assert len(used) == 10_000
+    data = lambda key: tuple(jax.random.key_data(key).tolist())
     assert data(noise_key(3)) not in used | {data(jax.random.key(3))}

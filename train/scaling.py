@@ -41,12 +41,19 @@ def materialised(layer: mixers.FlarePP, x: jax.Array) -> jax.Array:
     return layer.out(merge(jnp.einsum("bhnm,bhmd->bnhd", p, gather(q, k, v))))
 
 
-def _passes(apply, layer, x) -> Contender:
+def _passes(apply, layer, x, steps=1) -> Contender:
     def passes(layer, x):
         y, pull = jax.vjp(apply, layer, x)
         return pull(y)
 
-    return compiled(passes, layer, x)
+    def step(state, _):
+        # Without an update between them they would be one step.
+        return jax.tree.map(lambda p, g: p - 1e-6 * g, state, passes(*state)), None
+
+    def several(layer, x):
+        return jax.lax.scan(step, (layer, x), length=steps)[0]
+
+    return compiled(passes if steps == 1 else several, layer, x, steps=steps)
 
 
 def time_latent(
@@ -55,6 +62,7 @@ def time_latent(
     heads: int = 8,
     latents: int = 64,
     batch: int = 1,
+    steps_per_call: int = 4,
     repeats: int = 9,
     seconds: float = 30,
     json: Path | None = None,
@@ -71,6 +79,8 @@ def time_latent(
         heads: number of heads H.
         latents: number of latents M.
         batch: samples.
+        steps_per_call: passes in one call, as training does several steps in one, with
+            an update between them.
         repeats: of each.
         seconds: that the repeats of one may take; slower ones get fewer, but 3.
         json: file to write the rows to.
@@ -89,7 +99,10 @@ def time_latent(
 
             mixer = functools.partial(peers.mixer, batch, n, **sizes)
             contenders["PyTorch"] = lambda mixer=mixer: Contender(*mixer())
-        contenders["flaxmix"] = lambda x=x: _passes(lambda f, x: f(x), layer, x)
+        for steps in (1, steps_per_call):
+            contenders[f"flaxmix, {steps} a call"] = lambda x=x, steps=steps: _passes(
+                lambda f, x: f(x), layer, x, steps
+            )
         contenders["materialised"] = lambda x=x: _passes(materialised, layer, x)
         shown = ", ".join(f"{k} {v}" for k, v in sizes.items())
         title = f"FLARE++ mixer, forward and backward: N {n:,}, batch {batch}, {shown}"
