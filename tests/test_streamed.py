@@ -41,7 +41,7 @@ def streaming(monkeypatch):
     """Streams any number of points, in blocks of eight."""
 
     def start():
-        monkeypatch.setattr(streamed, "_LARGE", 1)
+        monkeypatch.setitem(streamed._LARGE, "cpu", 1)
         monkeypatch.setattr(streamed, "free_block", lambda rows, points: 8)
         eight = lambda q, points, block: min(block or 8, points)
         monkeypatch.setattr(streamed, "block_size", eight)
@@ -194,5 +194,5 @@ def test_memory_is_that_of_the_points(monkeypatch):
     streaming = temporary()
     # Points and gradients of three parts, and a block; keys and values are more.
     assert streaming < 6 * points * 64 * 4
-    monkeypatch.setattr(streamed, "_LARGE", 2**40)
+    monkeypatch.setitem(streamed._LARGE, "cpu", 2**40)
     assert temporary() > 2 * streaming

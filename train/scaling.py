@@ -165,8 +165,8 @@ def model_context(
 
     Floating-point operations and the bytes of all collectives are counted in the
     training pass of a surrogate; their times are assumed: an H100's peak times a
-    utilisation, and its links. No exchange is hidden behind arithmetic. Efficiency is
-    t(1) / (R t(R)).
+    utilisation, and its links. No exchange is hidden behind arithmetic, which divides
+    evenly: efficiency is the part of a device's time that is arithmetic.
 
     Args:
         name: of the model; one whose points meet in reductions.
@@ -197,7 +197,6 @@ def model_context(
     rows = []
     for n in points:
         x = jax.ShapeDtypeStruct((1, n, 3), jnp.float32)
-        whole = count_flops(sharded_passes(model, 1), model, x)
         for r in shards:
             if n % r:
                 raise ValueError(f"{n} points do not come out even over {r} devices.")
@@ -207,8 +206,8 @@ def model_context(
                 raise ValueError(f"{name=}: its points travel, which is not modelled.")
             flops = count_flops(passes, model, x)
             efficiency = {
-                part: modelled_seconds(whole, [], 1, part)
-                / (r * modelled_seconds(flops, found, r, part))
+                part: modelled_seconds(flops, [], 1, part)
+                / modelled_seconds(flops, found, r, part)
                 for part in utilisation
             }
             row = {

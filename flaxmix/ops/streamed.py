@@ -28,8 +28,10 @@ from flaxmix.ops.online import (
 )
 from flaxmix.ops.stream import accumulator, align, block_size, fold, free_block
 
-_LARGE = 2**22
-"""Numbers in the points from which on memory is worth the time: some 10 % on CPUs."""
+_LARGE = {"cpu": 2**22}
+_LARGE_ELSEWHERE = 2**28
+"""Numbers in the points from which on memory is worth the time: on CPUs, where fresh
+memory costs time, too, some 5 % of it. Elsewhere not measured: where it would not fit."""
 
 
 def is_large(x: Float[Array, "*B N C"], rows: int) -> bool:
@@ -40,7 +42,8 @@ def is_large(x: Float[Array, "*B N C"], rows: int) -> bool:
         rows: latents of all heads, H M, of one item.
     """
     batch, points = math.prod(x.shape[:-2]), x.shape[-2]
-    return x.size >= _LARGE and free_block(batch * rows, points) < points
+    large = _LARGE.get(jax.default_backend(), _LARGE_ELSEWHERE)
+    return x.size >= large and free_block(batch * rows, points) < points
 
 
 def _cut(x, start, size):
