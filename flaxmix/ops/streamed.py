@@ -30,8 +30,8 @@ from flaxmix.ops.stream import accumulator, align, block_size, fold, free_block
 
 _LARGE = {"cpu": 2**22}
 _LARGE_ELSEWHERE = 2**28
-"""Numbers in the points from which on memory is worth the time: on CPUs, where fresh
-memory costs time, too, some 5 % of it. Elsewhere not measured: where it would not fit."""
+"""Numbers in the points from which on memory is worth the time: some 5 % on CPUs, where
+fresh memory costs time, too. Elsewhere not measured: where it may not fit."""
 
 
 def is_large(x: Float[Array, "*B N C"], rows: int) -> bool:
