@@ -146,14 +146,17 @@ def test_contenders_take_turns_within_their_time(monkeypatch, capsys):
         (("others",), "others"),
         (
             ("latent", "--points", "7", "0"),
-            "batch=1 and points=(7, 0) must be positive",
+            "steps_per_call=4 and points=(7, 0) must be positive",
         ),
         (("latent", "--channels", "9"), "heads=8 must divide channels=9"),
         (("latent", "--latents", "0"), "latents must be at least 1, got 0"),
         (("latent", "--repeats", "0"), "repeats must be at least 1, got 0"),
         (("context", "--channels", "9"), "heads=8 must divide channels=9"),
-        (("context", "--shards", "2", "0"), "shards=(2, 0) and"),
-        (("context", "--utilisation", "0"), "utilisation=(0.0,) must be positive"),
+        (("context", "--shards", "2", "0"), "shards=(2, 0) must be positive"),
+        (
+            ("context", "--utilisation", "0"),
+            "utilisation=(0.0,) must be parts of the peak",
+        ),
         (
             ("context", *SMALL, "--blocks", "1", "--points", "8", "--shards", "3"),
             "8 points do not come out even over 3 devices",

@@ -438,7 +438,7 @@ def test_bad_inputs(calls):
     model = surrogate(mixers.Flare, jnp.float32)
     x, mask = points(7, dtype=np.float32)
     predict = functools.partial(predict_in_chunks, model)
-    with pytest.raises(ValueError, match="chunk must be at least 1, got 0"):
+    with pytest.raises(ValueError, match="chunk must be a positive integer, got 0"):
         predict(x, chunk=0)
     for bad in (x[0, 0], x[:, :0]):
         with pytest.raises(ValueError, match="x must be points"):
@@ -452,3 +452,10 @@ def test_bad_inputs(calls):
     with pytest.raises(ValueError, match="11 points are not those of a 3 x 4 grid"):
         predict_in_chunks(module("gnot_grid"), points(11)[0], chunk=6)
     assert not calls
+
+
+def test_it_is_for_the_host():
+    model = module("lno")
+    x = jnp.ones((7, INPUTS))
+    with pytest.raises(TypeError, match="outside of jax.jit"):
+        jax.jit(lambda x: predict_in_chunks(model, x, chunk=4))(x)

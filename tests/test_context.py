@@ -154,3 +154,11 @@ def test_half_precision_over_devices(name, dtype):
     actual, expected = run(model, low), run(model, low.astype(jnp.float32))
     assert actual[0].dtype == dtype
     assert_close(actual, expected, error=2 * baseline_cases.HALF[dtype])
+
+
+def test_what_is_wrong_is_said_of_what_was_given():
+    """Padding would fill the grid up."""
+    mesh = parallel.make_mesh(data=1, context=8)
+    run = jax.jit(lambda model, x: parallel.apply(model, x, mesh=mesh))
+    with pytest.raises(ValueError, match="11 points are not those of a 3 x 4 grid"):
+        run(module("gnot_grid", jnp.float32), jnp.ones((2, 11, INPUTS)))

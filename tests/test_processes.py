@@ -152,6 +152,7 @@ def test_slurm_tells_the_processes(files, tmp_path):
     [
         ({"coordinator": "here:1"}, "coordinator='here:1' needs the number"),
         ({"coordinator": "here:1", "processes": 2, "process": 2}, "process=2"),
+        ({"coordinator": "here", "processes": 2, "process": 0}, "neither host:port"),
     ],
 )
 def test_processes_must_be_told(arguments, message):

@@ -402,3 +402,12 @@ def test_gather_by_the_fused_pass(fused, monkeypatch):
     found = jax.jit(f)(*points(dtype=dtype, e=4))
     compare(found, N, dtype, ERROR[dtype], e=4)
     assert fused == ["cudnn"] * 3
+
+
+@pytest.mark.parametrize("block", [0, -1])
+def test_blocks_are_positive(block):
+    q, k = jnp.ones((2, 3, 4)), jnp.ones((5, 2, 4))
+    with pytest.raises(
+        ValueError, match=f"block must be a positive integer, got {block}"
+    ):
+        ops.gather(q, k, block=block)

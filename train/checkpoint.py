@@ -35,6 +35,7 @@ class Checkpoints:
             smallest = lambda metrics, name=name: metrics.get(name, float("inf"))
             policies.append(managers.BestN(get_metric_fn=smallest, reverse=True, n=1))
         self._folder = Path(folder).absolute()
+        self._closed = False
         self._manager = ocp.CheckpointManager(
             self._folder,
             item_handlers={"state": ocp.StandardCheckpointHandler()},
@@ -117,6 +118,8 @@ class Checkpoints:
             raise ValueError(f"{damaged} ({type(error).__name__}); {advice}") from error
 
     def close(self) -> None:
-        """Waits until everything is saved."""
-        self._manager.wait_until_finished()
-        self._manager.close()
+        """Waits until everything is saved; twice does no harm."""
+        if not self._closed:
+            self._closed = True
+            self._manager.wait_until_finished()
+            self._manager.close()

@@ -25,9 +25,8 @@ def open_folder(config: Any, fingerprint: str) -> Path:
     """
     folder = config.run
     path = folder / "config.json"
-    own = {"distributed": configs.DistributedConfig(), "workers": 0, "progress": True}
-    shared = dataclasses.replace(config, **own)
-    parallel.check_equal(config=repr(shared), data=fingerprint)
+    check_processes(config)
+    parallel.check_equal(data=fingerprint)
     begun = check_folder(config)
     parallel.wait_for_all("the run folder is made")
     if not begun and parallel.is_first():
@@ -58,6 +57,12 @@ def _make_folder(config: Any, fingerprint: str) -> None:
         # The run must find its data from any working directory.
         data = dataclasses.replace(data, folder=data.folder.absolute())
     configs.write(dataclasses.replace(config, data=data), folder / "config.json")
+
+
+def check_processes(config: Any) -> None:
+    """Raises ValueError if the processes differ in their config."""
+    own = {"distributed": configs.DistributedConfig(), "workers": 0, "progress": True}
+    parallel.check_equal(config=repr(dataclasses.replace(config, **own)))
 
 
 def check_folder(config: Any) -> bool:

@@ -46,12 +46,18 @@ def run(config: Any, task: Task) -> dict[str, Any]:
             f"batch={task.samples} must be a multiple of devices={config.devices}."
         )
     mesh = parallel.make_mesh(data=config.devices, context=config.context)
+    parallel.share(mesh)  # which no process may be without
     layout = plan(config, task, mesh)
-    model, shardings = layout.model, layout.shardings
-
-    progress = config.progress and parallel.is_first()
     folder = open_folder(config, task.fingerprint)
     checkpoints = Checkpoints(folder / "checkpoints", best=tuple(task.selections))
+    # Also where the folder does not fit: Orbax's threads would complain at the end.
+    with contextlib.closing(checkpoints):
+        return _run(config, task, mesh, layout, folder, checkpoints)
+
+
+def _run(config, task, mesh, layout, folder, checkpoints) -> dict[str, Any]:
+    model, shardings = layout.model, layout.shardings
+    progress = config.progress and parallel.is_first()
     start = checkpoints.latest()
     if start == task.steps:
         # A damaged or missing file is made anew below.

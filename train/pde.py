@@ -22,7 +22,7 @@ from train.config import (
     ElasticityConfig,
     PDEConfig,
 )
-from train.folder import check_folder
+from train.folder import check_folder, check_processes
 from train.models import Model, check_model, make_model
 from train.task import Task
 
@@ -273,7 +273,8 @@ def draw(
         for name, (model, predictor) in runs.items()
     }
     last = errors[list(runs)[-1]]
-    index = int(np.abs(last - np.median(last)).argmin())
+    # Not the nearest to the mean of two: rounding would decide between them.
+    index = int(np.argsort(last, kind="stable")[(len(last) - 1) // 2])
     sample = dataset.test[index]
     predictions = {
         name: predictor.fields(model, sample, mesh)[:, 0]
@@ -287,7 +288,7 @@ def draw(
             folder / "fields.png",
             quantity=dataset.quantity,
             grid=dataset.grid,
-            title=f"{dataset.name}, test sample {index} (nearest the median error)",
+            title=f"{dataset.name}, test sample {index} (of median error)",
         )
         plots.errors(errors, folder / "errors.png")
     return errors
@@ -307,6 +308,10 @@ def main(argv: list[str] | None = None) -> None:
     config = configs.load(PDEConfig, argv)
     try:
         join(config.distributed)
+        # Before data are read: whether processes agree, and there are the devices.
+        check_processes(config)
+        mesh = parallel.make_mesh(data=config.devices, context=config.context)
+        parallel.share(mesh)
         check_folder(config)  # before data are generated in vain
         results = loop.run(config, make_task(config))
     except (ValueError, OSError) as error:

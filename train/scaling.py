@@ -85,8 +85,8 @@ def time_latent(
         seconds: that the repeats of one may take; slower ones get fewer, but 3.
         json: file to write the rows to.
     """
-    if min(batch, *points) < 1:
-        raise ValueError(f"{batch=} and {points=} must be positive.")
+    if not points or min(batch, steps_per_call, *points) < 1:
+        raise ValueError(f"{batch=}, {steps_per_call=} and {points=} must be positive.")
     sizes = {"channels": channels, "heads": heads, "latents": latents}
     layer = mixers.FlarePP(channels, heads=heads, latents=latents, rngs=nnx.Rngs(0))
     rows = []
@@ -180,8 +180,10 @@ def model_context(
             FLARE reached on an H100 in the papers' figures, and a well-tuned one.
         json: file to write the rows to.
     """
-    if min(*points, *shards, *utilisation) <= 0:
-        raise ValueError(f"{points=}, {shards=} and {utilisation=} must be positive.")
+    if not points or not shards or min(*points, *shards) < 1:
+        raise ValueError(f"{points=} and {shards=} must be positive.")
+    if not utilisation or not all(0 < part <= 1 for part in utilisation):
+        raise ValueError(f"{utilisation=} must be parts of the peak, in (0, 1].")
     sizes = {"channels": channels, "heads": heads, "latents": latents, "blocks": blocks}
     config = ModelConfig(name=name, **sizes)  # pyright: ignore[reportArgumentType]
     model = nnx.eval_shape(

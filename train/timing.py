@@ -212,7 +212,8 @@ def _rows(ready, times, growth) -> list[Row]:
 
 
 def _print(title: str, rows: Sequence[Row]) -> None:
-    caption = f"Ratios are to {rows[0].name}." if rows else None
+    caption = f"Ratios are to {rows[0].name}." if rows else ""
+    caption += " Grew: what one more call adds to the process at most."
     table = Table(title=title, caption=caption)
     table.add_column("")
     for column in (

@@ -16,7 +16,7 @@ from jaxtyping import Array, Bool, Float, Key
 
 from flaxmix.ops.online import Options, attend
 from flaxmix.ops.ring import ring_attend
-from flaxmix.ops.stream import align, check_dropout, shard_key
+from flaxmix.ops.stream import align, check_block, check_dropout, shard_key
 
 
 def points_last(x: Float[Array, "... N H D"]) -> Float[Array, "... H D N"]:
@@ -80,11 +80,12 @@ def attention(
         L = -inf.
 
     Raises:
-        ValueError: if `dropout` is not in [0, 1).
+        ValueError: if `dropout` is not in [0, 1) or `block` not positive.
         NotImplementedError: if `causal` and `axis_name` are given: devices with early
             queries would wait for those with late ones.
     """
     check_dropout(dropout)
+    check_block(block)
     if causal and axis_name is not None:
         raise NotImplementedError(
             f"causal attention cannot shard its points, got axis_name={axis_name!r}."

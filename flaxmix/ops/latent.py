@@ -22,6 +22,7 @@ from flaxmix.ops.stream import (
     accumulator,
     align,
     block_size,
+    check_block,
     check_dropout,
     cut,
     dot,
@@ -193,10 +194,11 @@ def gather(
         wider. A batch item without real points gets z = 0 and L = -inf.
 
     Raises:
-        ValueError: if `dropout` is not in [0, 1), `splits` is not positive, or the
-            implementation does not do what is asked of it.
+        ValueError: if `dropout` is not in [0, 1), `block` or `splits` not positive, or
+            the implementation does not do what is asked of it.
     """
     check_dropout(dropout)
+    check_block(block)
     if splits is None:
         splits = split_count(k.shape[-2] * math.prod(k.shape[:-3]), k.shape[-3])
     if splits < 1:
@@ -284,9 +286,10 @@ def scatter(
         What each point read, in the dtype of `k`.
 
     Raises:
-        ValueError: if `dropout` is not in [0, 1).
+        ValueError: if `dropout` is not in [0, 1) or `block` not positive.
     """
     check_dropout(dropout)
+    check_block(block)
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:

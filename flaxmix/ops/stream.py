@@ -47,7 +47,7 @@ def block_size(q: Array, points: int, block: int | None) -> int:
 def free_block(rows: int, points: int) -> int:
     """Points a block that fill the score budget, or all if that is hardly more."""
     budget = _SCORES.get(jax.default_backend(), _SCORES_ELSEWHERE)
-    block = max(256, budget // rows // 64 * 64)
+    block = max(256, budget // max(rows, 1) // 64 * 64)
     return points if points <= 1.25 * block else block
 
 
@@ -56,7 +56,7 @@ def split_count(rows: int, points: int) -> int:
     hundred programs at once from `rows` items and heads, of 1,024 points at least."""
     if jax.default_backend() == "cpu":
         return 1
-    return max(1, min(256 // rows, points // 1024))
+    return max(1, min(256 // max(rows, 1), points // 1024))
 
 
 def fold(points: int, block: int, body: Callable, init):
@@ -120,7 +120,8 @@ def vary(a: Array, axes: Iterable[str]) -> Array:
     does not compile the others.
     """
     missing = tuple(sorted(set(axes) - _varying(a)))
-    if not missing:
+    # An axis may also be one that `jax.make_jaxpr` or `jax.vmap` names.
+    if not missing or jax.sharding.get_abstract_mesh().empty:
         return a
     floating = jnp.issubdtype(a.dtype, jnp.floating)
     wide = a.astype(accumulator(a.dtype)) if floating else a
@@ -146,6 +147,12 @@ def softmax_gradient(p: Array, dp: Array) -> Array:
     ones = jnp.ones(p.shape[2], p.dtype)
     row = jnp.einsum("bhmn,m->bhn", t, ones, precision=lax.Precision.HIGHEST)
     return t - p * row[:, :, None]
+
+
+def check_block(block: int | None) -> None:
+    """Raises ValueError if `block` is no positive integer."""
+    if block is not None and (not isinstance(block, int) or block < 1):
+        raise ValueError(f"block must be a positive integer, got {block!r}.")
 
 
 def check_dropout(dropout: float) -> None:

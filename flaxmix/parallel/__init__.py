@@ -20,5 +20,6 @@ from flaxmix.parallel.specs import (
     batch_sharding as batch_sharding,
     match_specs as match_specs,
     replicate as replicate,
+    replicated as replicated,
     state_shardings as state_shardings,
 )

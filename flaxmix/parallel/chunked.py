@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
+from jax import core, lax
 from rich.console import Console
 from rich.progress import (
     BarColumn,
@@ -28,9 +28,9 @@ _COMBINE = {"psum": jnp.add, "pmax": jnp.maximum, "pmin": jnp.minimum}
 
 def predict_in_chunks(
     model: Any,
-    x: np.ndarray,
+    x: Any,
     *,
-    mask: np.ndarray | None = None,
+    mask: Any = None,
     chunk: int,
     out: np.ndarray | None = None,
     progress: bool = False,
@@ -61,11 +61,14 @@ def predict_in_chunks(
 
     Raises:
         ValueError: if `chunk` is not positive, x has no points, the mask or `out` is
-            of another shape or dtype, or the model's points attend to each other
-            directly.
+            of another shape or dtype, `out` is read-only, or the model's points attend
+            to each other directly.
+        TypeError: if it is called inside `jax.jit`.
     """
-    if chunk < 1:
-        raise ValueError(f"chunk must be at least 1, got {chunk}.")
+    if isinstance(x, core.Tracer):
+        raise TypeError("predict_in_chunks reads x from the host: outside of jax.jit.")
+    if not isinstance(chunk, int | np.integer) or chunk < 1:
+        raise ValueError(f"chunk must be a positive integer, got {chunk!r}.")
     if np.ndim(x) < 2 or x.shape[-2] == 0:
         raise ValueError(f"x must be points [*B, N, inputs], got shape {np.shape(x)}.")
     batch, points = x.shape[:-2], x.shape[-2]
@@ -100,6 +103,8 @@ def predict_in_chunks(
             f"out must be {dtype} of shape {shape}, got {out.dtype} of shape "
             f"{out.shape}."
         )
+    elif not out.flags.writeable:
+        raise ValueError("out must be an array that can be written, it is read-only.")
     with _bar(progress) as bar:
         task = bar.add_task("points", total=_sweeps(steps) * chunks, chunk=chunk)
         run = _Run(chunks, bar, task)

@@ -27,7 +27,9 @@ def apply(
     of x may be sharded over 'data' by the caller, which stays automatic.
 
     Where N is no multiple of the axis, padding evens the shards out: any N will do,
-    also one below the number of devices. To be called inside `jax.jit`.
+    also one below the number of devices. To be called inside `jax.jit`: outside, every
+    operation is compiled for itself. A model that is committed to one device, such as a
+    loaded one, goes on all first: `jax.device_put(model, parallel.replicated(mesh))`.
 
     Args:
         model: any of `flaxmix.models`.
@@ -38,10 +40,15 @@ def apply(
 
     Returns:
         The fields, sharded like x.
+
+    Raises:
+        ValueError: what `model(x, mask=mask)` raises.
     """
     shards, points = mesh.shape["context"], x.shape[-2]
     if shards == 1:
         return model(x, mask=mask, key=key)
+    # Whatever is wrong with them is said of the arrays as they were given.
+    jax.eval_shape(lambda *args: model(args[0], mask=args[1]), x, mask)
     if missing := -points % shards:
         mask = jnp.ones(x.shape[:-1], bool) if mask is None else mask
         widen = lambda a, axis: jnp.pad(

@@ -1,6 +1,7 @@
 """Several processes that compute as one, on one machine or many."""
 
 import hashlib
+import re
 from typing import Any
 
 import jax
@@ -24,7 +25,8 @@ def start_processes(
         process: which one this is, from 0 on; likewise.
 
     Raises:
-        ValueError: if an address comes without the numbers, or "auto" finds nothing.
+        ValueError: if an address has no port or comes without the numbers, or "auto"
+            finds nothing.
     """
     if coordinator == "auto":
         try:
@@ -35,6 +37,8 @@ def start_processes(
                 "host:port of process 0, the number of processes and of this one."
             ) from error
         return
+    if not re.fullmatch(r".+:\d+", coordinator):
+        raise ValueError(f"{coordinator=} is neither host:port nor 'auto'.")
     if processes is None or process is None or not 0 <= process < processes:
         raise ValueError(
             f"{coordinator=} needs the number of processes and which of them, from 0 "

@@ -59,6 +59,11 @@ def batch_sharding(mesh: Mesh, *, stacked: bool = False) -> NamedSharding:
     return NamedSharding(mesh, P(None, *axes) if stacked else P(*axes))
 
 
+def replicated(mesh: Mesh) -> NamedSharding:
+    """Sharding of what every device holds whole, such as a model."""
+    return NamedSharding(mesh, P())
+
+
 def replicate(x: jax.Array, mesh: Mesh) -> jax.Array:
     """Inside `jax.jit`: x as every device, and so every process, has it whole."""
-    return jax.lax.with_sharding_constraint(x, NamedSharding(mesh, P()))
+    return jax.lax.with_sharding_constraint(x, replicated(mesh))
