@@ -10,8 +10,8 @@ import sys
 import threading
 import traceback
 from collections.abc import Callable
-from concurrent import futures
 from importlib import util
+from typing import Any
 
 import numpy as np
 from rich.console import Console
@@ -70,41 +70,43 @@ def compute(
             f"count and processes must be at least 1, got {count} and {processes}."
         )
     request = pickle.dumps(function)
-    workers: list[subprocess.Popen] = []
-    idle: queue.SimpleQueue[subprocess.Popen] = queue.SimpleQueue()
+    # Simple queues, whose locks an interrupt cannot leave behind closed.
+    indices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
+    replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
-    def run(index: int) -> dict[str, np.ndarray]:
-        worker = idle.get()
-        try:
-            reply = _ask(worker, (request, index))
-        finally:
-            idle.put(worker)
-        if isinstance(reply, dict):
-            return reply
-        reason, details = reply
-        error = RuntimeError(f"{title}: sample {index} {reason}")
-        error.add_note(details)
-        raise error
+    def run(worker: subprocess.Popen) -> None:
+        while (index := indices.get()) is not None:
+            replies.put((index, _ask(worker, (request, index))))
 
+    for index in range(count):
+        indices.put(index)
     stacked: dict[str, np.ndarray] = {}
-    pool = futures.ThreadPoolExecutor(min(processes, count))
+    workers: list[subprocess.Popen] = []
+    threads: list[threading.Thread] = []
     try:
         for _ in range(min(processes, count)):
             workers.append(_start())
-            idle.put(workers[-1])
+            thread = threading.Thread(target=run, args=workers[-1:], daemon=True)
+            thread.start()
+            threads.append(thread)
         with _bar(progress) as bar:
-            samples = pool.map(run, range(count))
-            for index, sample in enumerate(
-                bar.track(samples, total=count, description=title)
-            ):
-                for key, value in sample.items():
-                    if index == 0:
+            for _ in bar.track(range(count), description=title):
+                index, reply = replies.get()
+                if not isinstance(reply, dict):
+                    reason, details = reply
+                    error = RuntimeError(f"{title}: sample {index} {reason}")
+                    error.add_note(details)
+                    raise error
+                for key, value in reply.items():
+                    if key not in stacked:
                         stacked[key] = np.empty((count, *value.shape), value.dtype)
                     stacked[key][index] = value
     finally:
         for worker in workers:
             worker.kill()
-        pool.shutdown(cancel_futures=True)
+            indices.put(None)
+        for thread in threads:
+            thread.join()
         for worker in workers:
             with contextlib.suppress(OSError), worker:
                 pass
