@@ -115,6 +115,7 @@ def _run(config, task, mesh, layout, folder, checkpoints) -> dict[str, Any]:
     logger = log.Silent()
     if parallel.is_first():
         logger = log.Log(folder, steps=task.steps, start=start, progress=progress)
+    # Closed before results are written: they stand for a run that is all saved.
     with contextlib.closing(checkpoints), logger:
 
         def check(values, when):

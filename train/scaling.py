@@ -9,7 +9,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import AbstractMesh, AxisType
 from rich.console import Console
 from rich.table import Table
 
@@ -122,9 +121,7 @@ LATENCY = {"node": 10e-6, "network": 30e-6}
 
 def sharded_passes(model: nnx.Module, shards: int):
     """Forward and backward pass of a model on points that `shards` devices share."""
-    mesh = AbstractMesh(
-        (1, shards), ("data", "context"), axis_types=(AxisType.Auto,) * 2
-    )
+    mesh = parallel.abstract_mesh(data=1, context=shards)
 
     def passes(model, x):
         y, pull = jax.vjp(functools.partial(parallel.apply, mesh=mesh), model, x)

@@ -3,9 +3,9 @@
 from flaxmix.parallel.chunked import predict_in_chunks as predict_in_chunks
 from flaxmix.parallel.context import apply as apply
 from flaxmix.parallel.mesh import (
+    abstract_mesh as abstract_mesh,
     batch_shards as batch_shards,
     make_mesh as make_mesh,
-    point_shards as point_shards,
 )
 from flaxmix.parallel.processes import (
     check_equal as check_equal,

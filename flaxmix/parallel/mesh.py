@@ -1,7 +1,7 @@
 """Device meshes."""
 
 import jax
-from jax.sharding import AxisType, Mesh
+from jax.sharding import AbstractMesh, AxisType, Mesh
 
 
 def make_mesh(*, data: int, context: int = 1) -> Mesh:
@@ -35,11 +35,13 @@ def make_mesh(*, data: int, context: int = 1) -> Mesh:
     )
 
 
+def abstract_mesh(*, data: int, context: int = 1) -> AbstractMesh:
+    """The mesh of `make_mesh` without devices: for tracing, not for running."""
+    return AbstractMesh(
+        (data, context), ("data", "context"), axis_types=(AxisType.Auto,) * 2
+    )
+
+
 def batch_shards(mesh: Mesh) -> int:
     """Parts that a batch is split into."""
     return mesh.shape["data"]
-
-
-def point_shards(mesh: Mesh) -> int:
-    """Parts that the points of a sample are split into."""
-    return mesh.shape["context"]
