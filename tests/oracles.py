@@ -32,7 +32,7 @@ def _row_vjp(q, keys, values, scale, dy, dlog):
     return scale * ds @ keys, scale * np.outer(ds, q), np.outer(p, dy)
 
 
-def _rows(batch, queries, points, heads, mask, causal):
+def _rows(batch, queries, points, heads, mask, seen):
     """Every (batch item, head, query) with the keys that it sees."""
     for b in np.ndindex(*batch):
         for h in range(heads):
@@ -40,16 +40,15 @@ def _rows(batch, queries, points, heads, mask, causal):
                 sees = [
                     n
                     for n in range(points)
-                    if (mask is None or mask[b][n])
-                    and (not causal or n <= points - queries + i)
+                    if (mask is None or mask[b][n]) and (seen is None or seen[b][i, n])
                 ]
                 yield b, h, i, sees
 
 
-def attention(q, k, v, *, mask=None, causal=False, scale=None):
+def attention(q, k, v, *, mask=None, seen=None, scale=None):
     """q [*B, Q, H, D], k [*B, N, H, D], v [*B, N, H, E]; y [*B, Q, H, E], L [*B, H, Q].
 
-    Causal is aligned bottom-right: query i of Q sees keys 0 ... N - Q + i.
+    Each query sees the keys that both `mask` [*B, N] and `seen` [*B, Q, N] let through.
     """
     q, k, v = wide(q), wide(k), wide(v)
     mask = None if mask is None else np.asarray(mask)
@@ -57,21 +56,21 @@ def attention(q, k, v, *, mask=None, causal=False, scale=None):
     scale = width**-0.5 if scale is None else scale
     y = np.empty((*batch, queries, heads, v.shape[-1]))
     log_mass = np.empty((*batch, heads, queries))
-    for b, h, i, sees in _rows(batch, queries, k.shape[-3], heads, mask, causal):
+    for b, h, i, sees in _rows(batch, queries, k.shape[-3], heads, mask, seen):
         y[(*b, i, h)], log_mass[(*b, h, i)] = _row(
             q[(*b, i, h)], k[b][sees, h], v[b][sees, h], scale
         )
     return y, log_mass
 
 
-def attention_vjp(q, k, v, dy, dlog, *, mask=None, causal=False, scale=None):
+def attention_vjp(q, k, v, dy, dlog, *, mask=None, seen=None, scale=None):
     """Gradients of sum(dy y) + sum(dlog L) by q, k and v."""
     q, k, v, dy, dlog = wide(q), wide(k), wide(v), wide(dy), wide(dlog)
     mask = None if mask is None else np.asarray(mask)
     *batch, queries, heads, width = q.shape
     scale = width**-0.5 if scale is None else scale
     dq, dk, dv = np.zeros_like(q), np.zeros_like(k), np.zeros_like(v)
-    for b, h, i, sees in _rows(batch, queries, k.shape[-3], heads, mask, causal):
+    for b, h, i, sees in _rows(batch, queries, k.shape[-3], heads, mask, seen):
         if sees:
             dq[(*b, i, h)], dkeys, dvalues = _row_vjp(
                 q[(*b, i, h)],

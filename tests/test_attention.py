@@ -1,4 +1,4 @@
-"""Softmax attention: values, gradients, masks, causality, blocks and extremes."""
+"""Softmax attention: values, gradients, masks, blocks and extremes."""
 
 import functools
 
@@ -45,17 +45,17 @@ def empty_apart(y, log_mass):
     return y, np.where(empty, 0, log_mass), empty
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "block"))
-def run(args, cotangent, mask=None, *, causal=False, block=None):
+@functools.partial(jax.jit, static_argnames="block")
+def run(args, cotangent, mask=None, *, block=None):
     """Results and gradients."""
-    f = functools.partial(ops.attention, mask=mask, causal=causal, block=block)
+    f = functools.partial(ops.attention, mask=mask, block=block)
     result, back = jax.vjp(f, *args)
     return result, back(cotangent)
 
 
-@functools.partial(jax.jit, static_argnames=("causal", "scale"))
-def attention(q, k, v, mask=None, *, causal=False, scale=None):
-    return ops.attention(q, k, v, mask=mask, causal=causal, scale=scale)
+@functools.partial(jax.jit, static_argnames="scale")
+def attention(q, k, v, mask=None, *, scale=None):
+    return ops.attention(q, k, v, mask=mask, scale=scale)
 
 
 @pytest.mark.parametrize("dtype", ERROR)
@@ -72,16 +72,14 @@ def test_matches_oracle(dtype, n, batch, masked):
 
 
 @pytest.mark.parametrize("dtype", ERROR)
-@pytest.mark.parametrize("causal", [False, True])
-def test_gradients_match_oracle(dtype, causal):
+def test_gradients_match_oracle(dtype):
     args, mask = inputs(dtype=dtype)
     dy, dlog = cotangents(dtype=dtype)
-    result, grads = run(args, (dy, dlog), mask, causal=causal)
-    options = {"mask": mask, "causal": causal}
-    expected = oracles.attention(*args, **options)
+    result, grads = run(args, (dy, dlog), mask)
+    expected = oracles.attention(*args, mask=mask)
     assert_close(empty_apart(*result), empty_apart(*expected), error=ERROR[dtype])
     assert {g.dtype for g in grads} == {jnp.dtype(dtype)}
-    expected = oracles.attention_vjp(*args, dy, dlog, **options)
+    expected = oracles.attention_vjp(*args, dy, dlog, mask=mask)
     assert_close(grads, expected, error=ERROR[dtype])
 
 
@@ -100,13 +98,13 @@ def test_gradients_match_differences():
 
 @functools.cache
 def whole():
-    """The result and the gradients without blocks: 67 keys, masked and causal."""
+    """The result and the gradients without blocks: 67 keys, some masked."""
     args, mask = inputs(n=67, dtype=jnp.float64)
     dy = cotangents(dtype=jnp.float64)
-    result, grads = run(args, dy, mask, causal=True, block=67)
-    expected = oracles.attention(*args, mask=mask, causal=True)
+    result, grads = run(args, dy, mask, block=67)
+    expected = oracles.attention(*args, mask=mask)
     assert_close(result, expected, error=TIGHT)
-    expected = oracles.attention_vjp(*args, *dy, mask=mask, causal=True)
+    expected = oracles.attention_vjp(*args, *dy, mask=mask)
     assert_close(grads, expected, error=TIGHT)
     return args, dy, mask, result, grads
 
@@ -115,7 +113,7 @@ def whole():
 def test_blocks_change_nothing(block):
     with jax.enable_x64(True):
         args, dy, mask, *expected = whole()
-        actual = run(args, dy, mask, causal=True, block=block)
+        actual = run(args, dy, mask, block=block)
         assert_close(list(actual), expected, error=TIGHT)
 
 
@@ -157,46 +155,6 @@ def test_padding_length_changes_nothing():
     mask = jnp.arange(12) < 7
     actual = attention(q, k2, v2, jnp.broadcast_to(mask, (2, 12)))
     assert_close(actual, attention(q, k, v), error=ERROR[jnp.float32])
-
-
-def test_one_new_query_sees_every_cached_key():
-    (q, k, v), _ = inputs(q=1, n=4)
-    assert_close(
-        attention(q, k, v, causal=True),
-        oracles.attention(q, k, v),
-        error=ERROR[jnp.float32],
-    )
-
-
-@pytest.mark.parametrize("block", [None, 3])
-def test_later_keys_never_matter(block):
-    (q, k, v), mask = inputs(q=7, n=9)
-    mask = jnp.ones_like(mask)
-    dy, dlog = cotangents(q=7)
-    # Query 2 is the last that does not see key 5.
-    dy, dlog = dy.at[:, 3:].set(0), dlog.at[..., 3:].set(0)
-    results = []
-    for fill in (0.0, 1e3, -7.0):
-        args = q, k.at[:, 5:].set(fill), v.at[:, 5:].set(fill)
-        (y, log_mass), grads = run(args, (dy, dlog), mask, causal=True, block=block)
-        results.append((y[:, :3], log_mass[..., :3], grads))
-        assert not any(np.any(g[:, 5:]) for g in grads[1:])
-        assert np.any(grads[1][:, 4]) and np.any(grads[2][:, 4])
-    for other in results[1:]:
-        assert_close(other, results[0], error=0.0)
-
-
-def test_rows_before_the_first_key_are_empty():
-    (q, k, v), mask = inputs(q=7, n=5)
-    mask = jnp.ones_like(mask)
-    result, grads = run((q, k, v), cotangents(q=7), mask, causal=True)
-    y, log_mass = result
-    assert not np.any(y[:, :2]) and np.all(np.isneginf(log_mass[..., :2]))
-    expected = oracles.attention(q, k, v, causal=True)
-    error = ERROR[jnp.float32]
-    assert_close(empty_apart(*result), empty_apart(*expected), error=error)
-    expected = oracles.attention_vjp(q, k, v, *cotangents(q=7), causal=True)
-    assert_close(grads, expected, error=error)
 
 
 def test_scale():

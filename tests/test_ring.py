@@ -262,11 +262,6 @@ def test_dropout():
         assert_close(grads, f(q, k, v), error=error)
 
 
-def test_causal_attention_cannot_be_sharded():
-    with pytest.raises(NotImplementedError, match="causal .* got axis_name='context'"):
-        ops.attention(*inputs(), causal=True, axis_name="context")
-
-
 C, LAYERS = 15, 2
 
 

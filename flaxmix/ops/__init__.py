@@ -18,11 +18,18 @@ from flaxmix.ops.anchors import (
     take_points as take_points,
 )
 from flaxmix.ops.attention import attention as attention
+from flaxmix.ops.causal import causal_attention as causal_attention, places as places
 from flaxmix.ops.flare import flare as flare
 from flaxmix.ops.flarepp import flarepp as flarepp, synthesize as synthesize
+from flaxmix.ops.givens import givens as givens
 from flaxmix.ops.latent import gather as gather, scatter as scatter
 from flaxmix.ops.linear_attention import linear_attention as linear_attention
 from flaxmix.ops.norm import layer_norm as layer_norm, rms_norm as rms_norm
+from flaxmix.ops.relation import (
+    exchange as exchange,
+    finish as finish,
+    relation as relation,
+)
 from flaxmix.ops.rotary import (
     rotary_angles as rotary_angles,
     rotary_frequencies as rotary_frequencies,

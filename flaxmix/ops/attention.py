@@ -41,7 +41,6 @@ def attention(
     v: Float[Array, "*B N H E"],
     *,
     mask: Bool[Array, "*B N"] | None = None,
-    causal: bool = False,
     scale: float | None = None,
     dropout: float = 0.0,
     key: Key[Array, ""] | None = None,
@@ -64,8 +63,6 @@ def attention(
         k: keys.
         v: values.
         mask: True for real keys. What masked keys hold never matters, even NaN.
-        causal: query i of Q sees keys 0 ... N - Q + i, so that the last query sees
-            all: one new query against a cache of keys is the same call.
         scale: factor on the scores; None means 1 / sqrt(D).
         dropout: part of the probabilities that is set to 0, the rest being scaled up;
             which ones depends on `key`, `block` and the sharding.
@@ -81,15 +78,9 @@ def attention(
 
     Raises:
         ValueError: if `dropout` is not in [0, 1) or `block` not positive.
-        NotImplementedError: if `causal` and `axis_name` are given: devices with early
-            queries would wait for those with late ones.
     """
     check_dropout(dropout)
     check_block(block)
-    if causal and axis_name is not None:
-        raise NotImplementedError(
-            f"causal attention cannot shard its points, got axis_name={axis_name!r}."
-        )
     batch = k.shape[:-3]
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     if mask is not None:
@@ -106,7 +97,7 @@ def attention(
         mask,
         shard_key(key if dropout else None, axis_name),
     )
-    options = Options(causal=causal, dropout=dropout, block=block)
+    options = Options(dropout=dropout, block=block)
     result: Any = (
         attend(*operands, options)
         if axis_name is None

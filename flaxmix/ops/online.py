@@ -37,7 +37,6 @@ class Options:
     """What does not depend on the arrays.
 
     Attributes:
-        causal: aligned bottom-right: the last query sees every key.
         dropout: part of the probabilities that is set to 0.
         block: points worked on at once; None chooses.
         splits: parts that the points are cut into, worked on side by side.
@@ -45,7 +44,6 @@ class Options:
         implementation: "cudnn" for the fused forward pass of that library.
     """
 
-    causal: bool = False
     dropout: float = 0.0
     block: int | None = None
     splits: int = 1
@@ -58,14 +56,11 @@ def finite(x: Array) -> Array:
     return jnp.where(jnp.isfinite(x), x, 0.0)
 
 
-def scores(q, k, mask, causal, start, size, points):
+def scores(q, k, mask, start, size):
     k = cut(k, start, size)
     s = dot("bhmd,bhdn->bhmn", q, k, k.dtype)
     if mask is not None:
         s = jnp.where(cut(mask, start, size)[:, None, None, :], s, -jnp.inf)
-    if causal:
-        query = jnp.arange(q.shape[2])[:, None] + (points - q.shape[2])
-        s = jnp.where(start + jnp.arange(size) <= query, s, -jnp.inf)
     return s
 
 
@@ -85,7 +80,7 @@ def absorb(part, q, k, v, mask, key, options: Options):
 
     def body(start, n, part):
         top, mass, y = part
-        s = scores(q, k, mask, options.causal, start, n, points)
+        s = scores(q, k, mask, start, n)
         new = jnp.maximum(top, s.max(-1))
         shift = finite(new)
         p, decay = jnp.exp(s - shift[..., None]), jnp.exp(top - shift)
@@ -104,7 +99,7 @@ def only(q, k, v, mask, key, options: Options):
     if block_size(q, points, options.block) < points:
         start = nothing(q, k, k.shape[2] if v is None else v.shape[2])
         return absorb(start, q, k, v, mask, key, options)
-    s = scores(q, k, mask, options.causal, 0, points, points)
+    s = scores(q, k, mask, 0, points)
     top = s.max(-1)
     p = jnp.exp(s - finite(top)[..., None])
     return top, p.sum(-1), _weigh(p, k, v, key, options, 0, points)
@@ -165,7 +160,7 @@ def gradients(q, k, v, mask, key, queries, options: Options, dtype=None):
     def body(start, n, carry):
         dq, dk, dv = carry
         kk, vv = cut(k, start, n), cut(values, start, n)
-        s = scores(q, k, mask, options.causal, start, n, points)
+        s = scores(q, k, mask, start, n)
         p = jnp.exp(s - top[..., None]) * inverse[..., None]
         dp = dot("bhmd,bhdn->bhmn", dy, vv, operand)
         ds = p * (drop(dp, key, options.dropout, start) - row[..., None])

@@ -26,7 +26,9 @@ def hop(arrays: Any, axis_name: str) -> Any:
     return jax.tree.map(lambda x: lax.ppermute(x, axis_name, steps), arrays)
 
 
-def around(visit: Callable, carry: Any, own: tuple, axis_name: str) -> Any:
+def around(
+    visit: Callable, carry: Any, own: tuple, axis_name: str, *, first: int = 0
+) -> Any:
     """Folds visit(i, carry, *part) over the parts of all R devices, i = 0 ... R - 1.
 
     Part i is what the device i places before this one brought along, part 0 this
@@ -39,6 +41,7 @@ def around(visit: Callable, carry: Any, own: tuple, axis_name: str) -> Any:
         carry: varies over `axis_name`, as do the parts.
         own: what this device sends around.
         axis_name: mesh axis, inside `jax.shard_map`.
+        first: the first i; `own` has then made that many hops, fewer than R.
     """
 
     def stop(i, state):
@@ -48,7 +51,7 @@ def around(visit: Callable, carry: Any, own: tuple, axis_name: str) -> Any:
         return visit(i, carry, *part), coming
 
     hops = lax.axis_size(axis_name) - 1
-    carry, part = lax.fori_loop(0, hops, stop, (carry, own))
+    carry, part = lax.fori_loop(first, hops, stop, (carry, own))
     return visit(hops, carry, *part)
 
 
