@@ -9,7 +9,7 @@ import jax
 import numpy as np
 import pytest
 
-from train import bench, models, scaling, timing
+from train import bench, models, scaling, sequences, timing
 from train.config import ModelName
 from train.flops import Collective
 
@@ -74,6 +74,59 @@ def test_a_suite_times_every_name(run, suite, names, argv):
     assert report["machine"]["jax"] == jax.__version__
     assert report["machine"]["cores"] > 0
     assert "done" in printed.err and "done" not in printed.out
+
+
+@pytest.mark.slow
+def test_relation_is_timed_against_its_plain_forms(run, tmp_path):
+    picture = tmp_path / "pictures" / "relation.png"
+    sizes = ("--heads", "2", "--width", "4", "--repeats", "2", "--plain-up-to", "8")
+    lengths = ("--tokens", "7", "12", "--linear-tokens", "8", "9")
+    report, printed = run("relation", *lengths, "--plot", str(picture), sizes=sizes)
+    rows = [row for row in report["rows"] if row["name"] != "PyTorch attention"]
+    full, linear = ("FlashRelation", "attention"), ("LinearRelation",)
+    assert [(row["tokens"], row["name"]) for row in rows] == [
+        *((7, name) for name in ("materialized", *full)),
+        *((12, name) for name in full),
+        *((8, name) for name in ("recurrence", *linear)),
+        *((9, name) for name in linear),
+    ]
+    for row in rows:
+        assert row["milliseconds"] > 0 and row["repeats"] == 2
+        assert row["name"] in printed.out
+    assert report["sizes"] == {"batch": 1, "heads": 2, "width": 4}
+    assert picture.stat().st_size > 10_000
+
+
+def test_relation_is_drawn_against_the_tokens(tmp_path):
+    row = lambda family, name, tokens, ms, memory: {
+        "family": family,
+        "name": name,
+        "tokens": tokens,
+        "milliseconds": ms,
+        "temporary_bytes": memory,
+    }
+    full, linear = "Full Relation", "Linear Relation"
+    rows = [
+        row(full, "FlashRelation", 1000, 5.0, 2**21),
+        row(full, "FlashRelation", 2000, 20.0, 2**22),
+        row(full, "PyTorch attention", 1000, 4.0, None),
+        row(linear, "LinearRelation", 4000, 4.0, 2**20),
+    ]
+    figure = sequences.draw(rows, tmp_path / "new" / "picture.png")
+    time, memory = figure.axes
+    drawn = {line.get_label(): line for line in time.lines}
+    assert list(drawn) == ["FlashRelation", "PyTorch attention", "LinearRelation"]
+    np.testing.assert_allclose(
+        drawn["FlashRelation"].get_xydata(), [[1000, 5], [2000, 10]]
+    )
+    assert drawn["LinearRelation"].get_linestyle() == "--"
+    # What the memory of PyTorch is nobody knows.
+    assert [line.get_label() for line in memory.lines] == [
+        "FlashRelation",
+        "LinearRelation",
+    ]
+    np.testing.assert_allclose(memory.lines[0].get_ydata(), [2, 4])
+    assert [t.get_text() for t in time.get_xticklabels()] == ["1,000", "2,000", "4,000"]
 
 
 def test_all_models_that_a_config_can_name_are_there():

@@ -4,6 +4,7 @@
     python -m train.bench mixers [--points 1024 16384 --names mha flare ...]
     python -m train.bench models [--points 1024 4096 --blocks 2 ...]
     python -m train.bench latent [--points 972 16384 131072 ...]
+    python -m train.bench relation [--tokens 1024 4096 --width 64 ...]
     python -m train.bench context [--points 1048576 --shards 2 4 8 ...]
 
 The last one counts and models instead: how well more devices would do. Each prints
@@ -24,7 +25,7 @@ import tyro
 from flax import nnx
 
 from flaxmix import mixers
-from train import models, scaling
+from train import models, scaling, sequences
 from train.config import ModelConfig, fail
 from train.timing import Contender, compiled, race, write
 
@@ -268,6 +269,7 @@ def main(argv: list[str] | None = None) -> None:
         "models": time_models,
         "latent": scaling.time_latent,
         "context": scaling.model_context,
+        "relation": sequences.time_relation,
     }
     try:
         tyro.extras.subcommand_cli_from_dict(

@@ -107,3 +107,19 @@ def step(batch, points, inputs, outputs, **sizes):
         F.mse_loss(model(x), y).backward()
 
     return call, sum(p.numel() for p in model.parameters())
+
+
+def causal_attention(tokens: int, heads: int, width: int):
+    """A call that does causal attention forward and backward; parameter count.
+
+    Gradients are those of queries, keys and values, which count as parameters.
+    """
+    torch.manual_seed(0)
+    q, k, v, dy = (torch.randn(1, heads, tokens, width) for _ in range(4))
+    arrays = [x.requires_grad_() for x in (q, k, v)]
+
+    def call():
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        torch.autograd.grad(y, arrays, dy)
+
+    return call, sum(x.numel() for x in arrays)

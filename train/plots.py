@@ -69,7 +69,7 @@ def curves(rows: Sequence[Mapping[str, float]], path: Path) -> Figure:
         ax.set_axis_off()
     for ax, (label, scale, drawn) in zip(axes, panels, strict=False):
         ax.set(xlabel="step", ylabel=label)
-        _axes(ax, scale)
+        grid(ax, scale)
         ax.xaxis.set_major_locator(MaxNLocator(5, integer=True))
         factor, unit = (100, " %") if "%" in label else (1, "")
         for colour, (name, curve) in zip(COLOURS, drawn.items(), strict=False):
@@ -201,7 +201,7 @@ def errors(per_sample: Mapping[str, np.ndarray], path: Path) -> Figure:
             label=label,
         )
         logarithmic &= bool(finite[0] > 0)
-    _axes(ax, "log" if logarithmic else "linear")
+    grid(ax, "log" if logarithmic else "linear")
     ax.legend()
     return _save(figure, path)
 
@@ -222,7 +222,8 @@ def _draw(ax: Axes, curve: np.ndarray, **style) -> None:
     ax.plot(*curve, marker="." if curve.shape[1] < 30 else None, **style)
 
 
-def _axes(ax: Axes, scale: str) -> None:
+def grid(ax: Axes, scale: str) -> None:
+    """A grey grid, and a vertical axis labelled in plain numbers."""
     ax.grid(True, color="0.9")
     ax.set_yscale(scale)
     if scale == "log":

@@ -1,5 +1,6 @@
 """Meshes, shardings and processes: the only place that names mesh axes."""
 
+from flaxmix.parallel.causal import apply_causal as apply_causal
 from flaxmix.parallel.chunked import predict_in_chunks as predict_in_chunks
 from flaxmix.parallel.context import apply as apply
 from flaxmix.parallel.mesh import (
