@@ -329,6 +329,11 @@ def test_unknown_implementation():
         ops.exchange.__wrapped__(*inputs(3), implementation="cudnn")
 
 
+def test_kernels_need_their_gpu():
+    with pytest.raises(NotImplementedError, match="NVIDIA GPU .* computes on 'cpu'"):
+        ops.relation(*inputs(3), LAM, implementation="triton")
+
+
 def test_what_forms_cannot_do():
     with pytest.raises(NotImplementedError, match="stop=.* 2 and 3"):
         p1, p2, identity = inputs(3)

@@ -51,8 +51,8 @@ def exchange(
         stop: the place after the last one that it sees; None means its own place.
             With `stop`, queries may be any.
         axis_name: mesh axis that Q = N is sharded over, inside `jax.shard_map`.
-        implementation: "xla" works everywhere; "triton" is one kernel each way on
-            NVIDIA GPUs, not yet measured there. None means "xla".
+        implementation: "xla" works everywhere; "triton" is kernels for NVIDIA
+            GPUs, not yet measured there. None means "xla".
 
     Returns:
         The read in the dtype of `p2`, and L in float32 or wider. A token that sees
@@ -77,8 +77,14 @@ def exchange(
             f"as many queries as keys, got stop={stop}, axis_name={axis_name!r}, "
             f"{p1.shape[-3]} and {p2.shape[-3]}."
         )
+    # Pallas is imported by those alone who ask for it.
     from flaxmix import kernels
 
+    if not kernels.available():
+        raise NotImplementedError(
+            "implementation='triton' needs an NVIDIA GPU of compute capability 8 or "
+            f"more, this process computes on {jax.devices()[0].device_kind!r}."
+        )
     return kernels.exchange(q, p2, identity, start)
 
 
