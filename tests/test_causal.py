@@ -135,8 +135,17 @@ def test_float16_scores_beyond_its_range():
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "devices, packed",
+    [
+        (1, False),
+        (4, True),
+        *(
+            pytest.param(n, p, marks=pytest.mark.slow)
+            for n, p in [(2, False), (2, True), (4, False), (8, False), (8, True)]
+        ),
+    ],
+)
 def test_devices_share_the_tokens(devices, packed):
     tokens = 16
     with jax.enable_x64(True):

@@ -258,8 +258,17 @@ def test_large_scores_stay_finite(dtype):
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in kinds)
 
 
-@pytest.mark.parametrize("devices", [1, 2, 4])
-@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize(
+    "devices, packed",
+    [
+        (1, False),
+        (4, True),
+        *(
+            pytest.param(n, p, marks=pytest.mark.slow)
+            for n, p in [(2, False), (2, True), (4, False), (8, False), (8, True)]
+        ),
+    ],
+)
 def test_devices_share_the_tokens(devices, packed):
     with jax.enable_x64(True):
         args, dy = inputs(16, jnp.float64), cotangent(16, jnp.float64)

@@ -24,6 +24,7 @@ from flaxmix.ops.flarepp import flarepp as flarepp, synthesize as synthesize
 from flaxmix.ops.givens import givens as givens
 from flaxmix.ops.latent import gather as gather, scatter as scatter
 from flaxmix.ops.linear_attention import linear_attention as linear_attention
+from flaxmix.ops.linear_relation import linear_relation as linear_relation
 from flaxmix.ops.norm import layer_norm as layer_norm, rms_norm as rms_norm
 from flaxmix.ops.relation import (
     exchange as exchange,
