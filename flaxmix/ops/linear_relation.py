@@ -281,7 +281,7 @@ def _operands(arrays, positions, options: _Options):
         real = positions[..., None, None] > 0
         arrays = [jnp.where(real, x, 0) for x in arrays]
     p1, p2, v = (x.astype(acc) for x in arrays)
-    own = jax.nn.sigmoid(_inner(p1, p2) / (options.tau * p1.shape[-1] ** 0.5))
+    own = jax.nn.sigmoid(inner(p1, p2) / (options.tau * p1.shape[-1] ** 0.5))
     q, k = scale(_unit(p1), own), scale(_unit(p2), own)
     return q, k, v, _retention(log_retention, positions, acc)
 
@@ -293,18 +293,6 @@ def _retention(log_retention, positions, acc):
         log_retention = jnp.where(place > 0, log_retention, 0)
         log_retention = jnp.where(place == 1, -jnp.inf, log_retention)
     return log_retention.astype(acc)
-
-
-@jax.custom_vjp
-def _inner(a, b) -> Any:
-    """Its derivative is not automatic: see `inner`."""
-    return inner(a, b)
-
-
-_inner.defvjp(
-    lambda a, b: (inner(a, b), (a, b)),
-    lambda kept, g: (g[..., None] * kept[1], g[..., None] * kept[0]),
-)
 
 
 @jax.custom_vjp

@@ -116,7 +116,7 @@ def finish(
     Returns:
         Y in the dtype of `identity`; 0 at padding.
     """
-    own = _self(wide(p1), wide(p2)) * (p1.shape[-1] ** -0.5 / tau)
+    own = inner(wide(p1), wide(p2)) * (p1.shape[-1] ** -0.5 / tau)
     log_count = jnp.log(jnp.maximum(count, 1).astype(own.dtype))[..., None]
     gate = jnp.swapaxes(log_mass, -1, -2) - lam * log_count - jax.nn.sigmoid(own)
     gate = jax.nn.sigmoid(gate)
@@ -125,17 +125,6 @@ def finish(
         wide_identity = jnp.zeros_like(wide_identity)
     y = _mix(gate, wide_identity, wide_read)
     return jnp.where(count[..., None, None] > 0, y, 0).astype(identity.dtype)
-
-
-@jax.custom_vjp
-def _self(a, b):
-    return inner(a, b)
-
-
-_self.defvjp(
-    lambda a, b: (inner(a, b), (a, b)),
-    lambda kept, g: (g[..., None] * kept[1], g[..., None] * kept[0]),
-)
 
 
 @jax.custom_vjp
