@@ -93,7 +93,7 @@ def causal_attention(
     )
 
 
-def attend(q, k, v, *, start, stop, axis_name: str | None, silu: bool):
+def attend(q, k, v, *, start, stop, axis_name: str | None, silu: bool) -> Any:
     """`causal_attention` with the scale in q; with `silu`, of the keys before i."""
     batch, queries, keys = k.shape[:-3], q.shape[-3], k.shape[-3]
     sharded = axis_name is not None and lax.axis_size(axis_name) > 1
@@ -112,17 +112,18 @@ def attend(q, k, v, *, start, stop, axis_name: str | None, silu: bool):
     below = None if stop is not None else keys - queries + (not silu)
     options = Options(silu=silu, below=below)
     if sharded:
-        y, log_mass = _ring(*operands, limits[0], options, axis_name)
+        results: Any = _ring(*operands, limits[0], options, axis_name)
     else:
         some = any(x is not None for x in limits)
         bounds = Bounds(place, *limits) if some else None
-        y, log_mass = _local(*operands, bounds, options)
+        results = _local(*operands, bounds, options)
+    y, log_mass = results
     y = jnp.swapaxes(y, 1, 2)
     return tuple(x.reshape(*batch, *x.shape[1:]) for x in (y, log_mass))
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4,))
-def _local(q, k, v, bounds: Bounds | None, options: Options):
+def _local(q, k, v, bounds: Bounds | None, options: Options) -> Any:
     return _local_forward(q, k, v, bounds, options)[0]
 
 
@@ -147,7 +148,7 @@ def _like(grads, arrays):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(4, 5))
-def _ring(q, k, v, start, options: Options, axis_name: str):
+def _ring(q, k, v, start, options: Options, axis_name: str) -> Any:
     return _ring_forward(q, k, v, start, options, axis_name)[0]
 
 

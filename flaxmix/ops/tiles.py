@@ -11,6 +11,7 @@ Arrays are q [B, H, Q, D], with the scale folded in; k [B, H, N, D]; v [B, H, N,
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -93,24 +94,24 @@ def forward(q, k, v, bounds: Bounds | None, options: Options) -> Part:
         blank = jnp.zeros_like(qt[:, :1], acc)
         zt = jnp.broadcast_to(blank, (len(v), v.shape[2], q.shape[1]))
         top, mass = blank[:, 0], blank[:, 0]
+
+        def tile(k, vt, i, n, carry):
+            u = dot("hkd,hdq->hkq", k, _cut(qt, i, n), k.dtype)
+            e = u * _sigmoid(u) if options.silu else u
+            e = _hide(e, -jnp.inf, i, n, bounds, options)
+            top = e.max(1)
+            p = jnp.exp(e - finite(top)[:, None])
+            mass = p.sum(1)
+            z = dot("hdk,hkq->hdq", vt, p, k.dtype)
+            z = z / jnp.where(mass > 0, mass, 1)[:, None]
+            new = z, top, mass
+            return tuple(_put(*pair, i) for pair in zip(carry, new, strict=True))
+
         for start, stop, keys in _buckets(q.shape[1], k.shape[1], options):
             # One bucket at a time: XLA would keep the scores of several.
-            zt, kk, vv = lax.optimization_barrier((zt, k[:, :keys], vt[..., :keys]))
-
-            def tile(i, n, carry, kk=kk, vv=vv):
-                u = dot("hkd,hdq->hkq", kk, _cut(qt, i, n), k.dtype)
-                e = u * _sigmoid(u) if options.silu else u
-                e = _hide(e, -jnp.inf, i, n, bounds, options)
-                top = e.max(1)
-                p = jnp.exp(e - finite(top)[:, None])
-                mass = p.sum(1)
-                z = dot("hdk,hkq->hdq", vv, p, k.dtype)
-                z = z / jnp.where(mass > 0, mass, 1)[:, None]
-                return tuple(
-                    _put(*pair, i) for pair in zip(carry, (z, top, mass), strict=True)
-                )
-
-            zt, top, mass = _tiles(start, stop, tile, (zt, top, mass))
+            zt, *seen = lax.optimization_barrier((zt, k[:, :keys], vt[..., :keys]))
+            work = functools.partial(tile, *seen)
+            zt, top, mass = _tiles(start, stop, work, (zt, top, mass))
         return _t(zt), top, mass
 
     return Part(*_over_heads(group, (q, k, v), bounds, q.shape[2], k.shape[2]))
@@ -137,29 +138,30 @@ def backward(q, k, v, bounds, options: Options, kept, cotangents):
         qt, kt, dzt = _t(q), _t(k), _t(dz)
         dqt = jnp.zeros_like(qt, acc)
         dk, dv = jnp.zeros_like(k, acc), jnp.zeros_like(v, acc)
+
+        def tile(k, v, kt, i, n, carry):
+            dqt, dk, dv = carry
+            u = dot("hkd,hdq->hkq", k, _cut(qt, i, n), k.dtype)
+            dp = dot("hkd,hdq->hkq", v, _cut(dzt, i, n), k.dtype)
+            s = _sigmoid(u)
+            e = u * s if options.silu else u
+            p = jnp.exp(e - _cut(top, i, n)[:, None])
+            p = _hide(p, 0, i, n, bounds, options)
+            du = p * (dp - _cut(row, i, n)[:, None])
+            if options.silu:
+                du = du * (s * (1 + u * (1 - s)))
+            dqt = _put(dqt, dot("hdk,hkq->hdq", kt, du, k.dtype), i)
+            dk = dk + dot("hkq,hqd->hkd", du, _cut(q, i, n, 1), k.dtype)
+            dv = dv + dot("hkq,hqd->hkd", p, _cut(dz, i, n, 1), k.dtype)
+            return dqt, dk, dv
+
         for start, stop, keys in _buckets(q.shape[1], k.shape[1], options):
-            dqt, kk, vv, kkt = lax.optimization_barrier(
+            dqt, *seen = lax.optimization_barrier(
                 (dqt, k[:, :keys], v[:, :keys], kt[..., :keys])
             )
-
-            def tile(i, n, carry, kk=kk, vv=vv, kkt=kkt):
-                dqt, dk, dv = carry
-                u = dot("hkd,hdq->hkq", kk, _cut(qt, i, n), k.dtype)
-                dp = dot("hkd,hdq->hkq", vv, _cut(dzt, i, n), k.dtype)
-                s = _sigmoid(u)
-                e = u * s if options.silu else u
-                p = jnp.exp(e - _cut(top, i, n)[:, None])
-                p = _hide(p, 0, i, n, bounds, options)
-                du = p * (dp - _cut(row, i, n)[:, None])
-                if options.silu:
-                    du = du * (s * (1 + u * (1 - s)))
-                dqt = _put(dqt, dot("hdk,hkq->hdq", kkt, du, k.dtype), i)
-                dk = dk + dot("hkq,hqd->hkd", du, _cut(q, i, n, 1), k.dtype)
-                dv = dv + dot("hkq,hqd->hkd", p, _cut(dz, i, n, 1), k.dtype)
-                return dqt, dk, dv
-
-            sums = jnp.zeros_like(kk, acc), jnp.zeros_like(vv, acc)
-            dqt, *sums = _tiles(start, stop, tile, (dqt, *sums))
+            sums = jnp.zeros_like(seen[0], acc), jnp.zeros_like(seen[1], acc)
+            work = functools.partial(tile, *seen)
+            dqt, *sums = _tiles(start, stop, work, (dqt, *sums))
             dk, dv = dk.at[:, :keys].add(sums[0]), dv.at[:, :keys].add(sums[1])
         return _t(dqt), dk, dv
 
@@ -246,14 +248,11 @@ def _over_heads(group: Callable, heads: tuple, bounds, queries: int, keys: int):
     size = max(n for n in range(1, count + 1) if count % n == 0 and (n == 1 or fits(n)))
     cut = lambda x: x.reshape(batch * count // size, size, *x.shape[2:])
     repeat = lambda x: jnp.repeat(x, count // size, 0)
-    place, limits = None, ()
-    if bounds is not None:
-        place, *limits = bounds
-        limits = jax.tree.map(repeat, tuple(limits))
+    limits = None if bounds is None else (bounds.start, bounds.stop)
 
     def one(arrays):
         heads, limits = arrays
-        return group(heads, None if bounds is None else Bounds(place, *limits))
+        return group(heads, None if bounds is None else Bounds(bounds.place, *limits))
 
-    results = lax.map(one, (tuple(map(cut, heads)), limits))
+    results = lax.map(one, (tuple(map(cut, heads)), jax.tree.map(repeat, limits)))
     return tuple(x.reshape(batch, count, *x.shape[2:]) for x in results)
