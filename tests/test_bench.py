@@ -229,6 +229,7 @@ def test_what_is_wrong_is_said(capsys, argv, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_latent_suite_has_a_row_for_each_form(run):
     report, printed = run("latent", "--points", "7", "--batch", "2")
     rows = [row for row in report["rows"] if row["name"] != "PyTorch"]

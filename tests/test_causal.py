@@ -138,11 +138,17 @@ def test_float16_scores_beyond_its_range():
 @pytest.mark.parametrize(
     "devices, packed",
     [
-        (1, False),
         (4, True),
         *(
             pytest.param(n, p, marks=pytest.mark.slow)
-            for n, p in [(2, False), (2, True), (4, False), (8, False), (8, True)]
+            for n, p in [
+                (1, False),
+                (2, False),
+                (2, True),
+                (4, False),
+                (8, False),
+                (8, True),
+            ]
         ),
     ],
 )

@@ -48,7 +48,7 @@ SURROGATES = {
     "transolverpp": functools.partial(surrogate, mixers.TransolverPP),
     "noise": functools.partial(surrogate, mixers.TransolverPP, evaluation_noise=True),
 }
-CHEAP = ("flarepp", "abupt", "perceiver_io")
+CHEAP = ("flarepp", "abupt")
 
 
 def points(n, batch=(2,), *, features=INPUTS, dtype=np.float64):

@@ -123,7 +123,13 @@ def compare(name, points, shape, dtype):
             assert_close(actual[case], expected[case], error=error)
 
 
-@pytest.mark.parametrize("name", ["flarepp", "mha", "abupt", "gnot_grid"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("flarepp", "mha"),
+        *(pytest.param(n, marks=pytest.mark.slow) for n in ("abupt", "gnot_grid")),
+    ],
+)
 def test_seven_points_on_two_by_four_devices(name):
     compare(name, 7, (2, 4), jnp.float64)
 

@@ -162,6 +162,7 @@ def test_other_models(files, name, way, tmp_path, drawn):
     check((folder, by_plain_calls(folder)), way, tmp_path, drawn)
 
 
+@pytest.mark.slow
 def test_full_attention_in_chunks(files, tmp_path, drawn, capsys):
     """It is refused, but for a chunk of all points."""
     folder = make_run(tmp_path / "run", files, "mha")

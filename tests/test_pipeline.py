@@ -83,7 +83,7 @@ print(indices(batches, 8).tolist())
 """
 
 
-@pytest.mark.parametrize("workers", [2, 3])
+@pytest.mark.parametrize("workers", [2, pytest.param(3, marks=pytest.mark.slow)])
 def test_workers_make_no_difference(workers):
     # In a plain script, which is no absl program and has no main guard.
     done = subprocess.run(

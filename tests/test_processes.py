@@ -168,7 +168,10 @@ def test_numbers_need_an_address(coordinator):
 
 @pytest.mark.parametrize(
     "coordinator,message",
-    [("here:1", "needs the number of processes"), ("auto", "finds no cluster")],
+    [
+        pytest.param("here:1", "needs the number of processes", marks=pytest.mark.slow),
+        ("auto", "finds no cluster"),
+    ],
 )
 def test_a_wrong_coordinator_exits(files, tmp_path, coordinator, message):
     path = tmp_path / "config.py"

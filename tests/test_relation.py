@@ -105,7 +105,7 @@ def compare(args, dy, positions, error, **options):
         assert_close(actual, grads, error=error)
 
 
-@pytest.mark.parametrize("tokens", [1, 2, 11])
+@pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.slow), 11])
 def test_matches_oracle(tokens):
     args, dy = inputs(tokens), cotangent(tokens)
     compare(args, dy, None, ERROR[jnp.float32])
@@ -261,11 +261,17 @@ def test_large_scores_stay_finite(dtype):
 @pytest.mark.parametrize(
     "devices, packed",
     [
-        (1, False),
         (4, True),
         *(
             pytest.param(n, p, marks=pytest.mark.slow)
-            for n, p in [(2, False), (2, True), (4, False), (8, False), (8, True)]
+            for n, p in [
+                (1, False),
+                (2, False),
+                (2, True),
+                (4, False),
+                (8, False),
+                (8, True),
+            ]
         ),
     ],
 )
