@@ -126,9 +126,8 @@ def sample(
             scores = jnp.where(rank < top_k, scores, -jnp.inf)
         if top_p is not None:
             p = jax.nn.softmax(scores)
-            likelier = jnp.cumsum(p, -1) - p
-            kept = (likelier < top_p) | (rank == 0)
-            scores = jnp.where(kept, scores, -jnp.inf)
+            # The probability of likelier ones: exactly 0 for the first.
+            scores = jnp.where(jnp.cumsum(p, -1) - p < top_p, scores, -jnp.inf)
         drawn = jax.random.categorical(key, scores)[..., None]
         drawn = jnp.take_along_axis(order, drawn, -1)[..., 0]
     return jnp.where(temperature > 0, drawn, best)

@@ -293,8 +293,7 @@ def document_positions(
             id or padding follows.
         mask: True for real tokens.
     """
-    before = jnp.roll(documents, 1, -1)
-    begins = (documents != before).at[..., 0].set(True)
+    begins = documents != jnp.roll(documents, 1, -1)
     if mask is not None:
         begins = begins | ~jnp.roll(mask, 1, -1)
     i = jnp.arange(documents.shape[-1])
