@@ -183,6 +183,7 @@ def test_keeps_the_dtype():
     assert_close(actual, np.asarray(apply(model, x)), error=24 * 2**-8)
 
 
+@pytest.mark.slow
 def test_sweeps_compilations_and_memory(calls):
     x, _ = points(64 * 6, (1,), dtype=np.float32)
     runs = {}

@@ -172,7 +172,9 @@ def test_a_field_that_a_model_lacks_is_named(name, field, value):
         check_model(small(name, **{field: value}))
 
 
-@pytest.mark.parametrize("name", ["flarepp", "luna"])
+@pytest.mark.parametrize(
+    "name", ["flarepp", pytest.param("luna", marks=pytest.mark.slow)]
+)
 def test_dropout_reaches_the_model(name):
     x = jax.random.normal(jax.random.key(1), (7, 2))
     model = make_model(small(name, dropout=0.5), (2, 1), jax.random.key(0))

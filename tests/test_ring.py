@@ -228,6 +228,7 @@ def dense(q, k, v, factors):
     return jnp.einsum("bhqn,bnhe->bqhe", factors * p, v)
 
 
+@pytest.mark.slow
 def test_dropout():
     """Another pattern for each pair of shards, the same in both directions."""
     with jax.enable_x64(True):
