@@ -271,3 +271,11 @@ def test_wrong_tokens():
 def test_layout_is_repeated_to_the_depth():
     module = model("(LF)2", depth=8)
     assert (module.layout, module.repeats) == ("LFLFLFLF", 4)
+
+
+def test_parameters_have_a_type_of_their_own():
+    """A weak one would change with the first update, and compile a step anew."""
+    sizes = {"channels": C, "heads": HEADS, "hidden": 10, "layout": "ALF"}
+    make = lambda: models.LanguageModel(V, **sizes, rngs=nnx.Rngs(0))
+    leaves = jax.tree.leaves(nnx.eval_shape(make))
+    assert leaves and not any(leaf.weak_type for leaf in leaves)

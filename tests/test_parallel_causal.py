@@ -67,6 +67,14 @@ def test_equals_one_device(tokens, shape, packed):
         assert_close(run(mesh, *arrays, positions), expected, error=TIGHT)
 
 
+def test_means_are_taken_of_the_results():
+    mean = lambda *args, **place: losses(*args, **place)["loss"].mean()
+    mesh, ids = parallel.make_mesh(data=1, context=2), jnp.zeros((2, 6), jnp.int32)
+    tables = jnp.zeros((3, V, H * D)), jnp.zeros(())
+    with pytest.raises(ValueError, match=r"begin with \(2, 6\), got \(\); means"):
+        parallel.apply_causal(mean, tables, ids, jnp.zeros((2, 6)), mesh=mesh)
+
+
 def test_arrays_of_other_lengths():
     mesh = parallel.make_mesh(data=1, context=2)
     ids = jnp.zeros((2, 6), jnp.int32)

@@ -69,7 +69,7 @@ def time_relation(
     Relation as it is defined (materialized) and in tiles (FlashRelation), beside causal
     attention of this library and, where torch is installed, PyTorch's, which both do
     less: no SiLU, no Self relation, no calibration. Linear Relation by its recurrence
-    and in chunks.
+    and in chunks. What the table counts as parameters are the operator's arrays.
 
     Args:
         tokens: numbers of tokens T of Full Relation, a table for each.
@@ -101,7 +101,9 @@ def time_relation(
         else:
             names, make = ["recurrence"] * plain + ["LinearRelation"], _linear
         made = {name: functools.partial(make, name, n, heads, width) for name in names}
-        title = f"{family}, forward and backward: tokens {n:,}, heads {heads}, {width}"
+        title = (
+            f"{family}, forward and backward: tokens {n:,}, {heads} heads of {width}"
+        )
         found = race(title, made | contenders, repeats=repeats, seconds=seconds)
         rows += [{"family": family, "tokens": n, **vars(row)} for row in found]
         if json is not None:
@@ -118,7 +120,7 @@ def draw(rows: Sequence[dict[str, Any]], path: Path) -> Figure:
     for colour, name in zip(COLOURS, names, strict=False):
         mine = [row for row in rows if row["name"] == name]
         t = np.array([row["tokens"] for row in mine])
-        style = {"color": colour, "marker": "o", "label": name}
+        style: dict[str, Any] = {"color": colour, "marker": "o", "label": name}
         if mine[0]["family"] == "Linear Relation":
             style["linestyle"] = "--"
         time = np.array([row["milliseconds"] for row in mine])

@@ -76,7 +76,7 @@ class Relation(nnx.Module):
         self.p1, self.p2, self.out = linear(), linear(), linear()
         self.identity = linear() if identity_projection else None
         self.angles = make_angles(channels, heads) if givens else None
-        self.lam = nnx.Param(jnp.full((), 0.5)) if count else None
+        self.lam = nnx.Param(jnp.full((), 0.5, jnp.float32)) if count else None
 
     def make_cache(self, batch: int, capacity: int, dtype: DTypeLike) -> RelationCache:
         """An empty cache for `capacity` tokens a row."""

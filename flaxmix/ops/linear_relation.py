@@ -1,13 +1,7 @@
 """Linear Relation: history as a state of fixed size, with a retention a channel.
 
-Eqs. 15-17 and appendix A.4 of the Relation paper. For tokens t = 1, 2, ... of one head,
-
-    S_t = sigmoid(p1_t . p2_t / (tau sqrt(D)))
-    E_t = S_t (diag(alpha_t) C_{t-1})^T p1_t / |p1_t|,   Y_t = I_t + E_t
-    C_t = diag(alpha_t) C_{t-1} + S_t p2_t / |p2_t| I_t^T
-
-with a state C of D x E. `flaxmix.ops.retention` is its chunked form, for
-q = S p1 / |p1|, k = S p2 / |p2| and v = I.
+`flaxmix.ops.retention` is its chunked form, for q = S p1 / |p1|, k = S p2 / |p2| and
+v = I.
 """
 
 import functools
@@ -50,7 +44,13 @@ def linear_relation(
     axis_name: str | None = None,
     implementation: Literal["scan", "chunked"] | None = None,
 ) -> tuple[Float[Array, "*B T H E"], Float[Array, "*B H D E"]]:
-    """Relation whose history is a matrix of D x E a head, of the module's formulas.
+    """Relation whose history is a matrix of D x E a head.
+
+    For tokens t = 1, 2, ... of one head (eqs. 15-17 and appendix A.4 of its paper),
+
+        S_t = sigmoid(p1_t . p2_t / (tau sqrt(D)))
+        E_t = S_t (diag(alpha_t) C_{t-1})^T p1_t / |p1_t|,   Y_t = I_t + E_t
+        C_t = diag(alpha_t) C_{t-1} + S_t p2_t / |p2_t| I_t^T
 
     "chunked" takes O(T D (E + chunk)) time a head, in products of matrices, and keeps
     one state for every two chunks for the derivative, which recomputes the rest.

@@ -1,16 +1,4 @@
-"""Full Relation: Self and Exchange relations, formed before the softmax.
-
-Eqs. 1-5 and appendix A.1 of the Relation paper. For tokens i = 1 ... T of one head,
-
-    u_ij = p1_i . p2_j / sqrt(D),   S_i = sigmoid(u_ii / tau),   E_ij = SiLU(u_ij)
-    R_ij = S_i (j = i),   E_ij - lambda log i (j < i),   -inf (j > i)
-    Y_i = sum_j softmax_j(R_i.) I_j
-
-which is exactly a read of what came before and a gate between that and the token:
-
-    read_i = sum_{j<i} softmax_{j<i}(E_i.) I_j,   L_i = log sum_{j<i} exp(E_ij)
-    Y_i = (1 - g_i) I_i + g_i read_i,   g_i = sigmoid(L_i - lambda log i - S_i)
-"""
+"""Full Relation: Self and Exchange relations, formed before the softmax."""
 
 from typing import Literal
 
@@ -36,7 +24,7 @@ def exchange(
     axis_name: str | None = None,
     implementation: Implementation | None = None,
 ) -> tuple[Float[Array, "*B Q H E"], Float[Array, "*B H Q"]]:
-    """Reads what came before each token: `read` and L of the module's formulas.
+    """Reads what came before each token: `read` and L of `flaxmix.ops.relation`.
 
     O(Q N (D + E)) time a head, half of it skipped where `stop` is not given. Neither
     direction holds more than a tile of scores: memory is O(N (D + E)) a head. The
@@ -100,7 +88,7 @@ def finish(
     tau: float = 2.0,
     transport: Transport = "full",
 ) -> Float[Array, "*B Q H E"]:
-    """Joins each token's read with its own information: Y of the module's formulas.
+    """Joins each token's read with its own information: Y of `flaxmix.ops.relation`.
 
     Args:
         p1: first coordinates of the tokens.
@@ -156,6 +144,17 @@ def relation(
     implementation: Implementation | Literal["materialized"] | None = None,
 ) -> Float[Array, "*B T H E"]:
     """Full Relation, by `exchange` and `finish` (FlashRelation).
+
+    For tokens i = 1 ... T of one head (eqs. 1-5 and appendix A.1 of its paper),
+
+        u_ij = p1_i . p2_j / sqrt(D),   S_i = sigmoid(u_ii / tau),   E_ij = SiLU(u_ij)
+        R_ij = S_i (j = i),   E_ij - lambda log i (j < i),   -inf (j > i)
+        Y_i = sum_j softmax_j(R_i.) I_j
+
+    which is exactly a read of what came before and a gate between that and the token:
+
+        read_i = sum_{j<i} softmax_{j<i}(E_i.) I_j,   L_i = log sum_{j<i} exp(E_ij)
+        Y_i = (1 - g_i) I_i + g_i read_i,   g_i = sigmoid(L_i - lambda log i - S_i)
 
     The first token of a document gives its own information. Costs are those of
     `exchange`; "materialized" forms the whole flow as it is defined, in O(T^2) memory.

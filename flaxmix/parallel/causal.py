@@ -27,8 +27,9 @@ def apply_causal(
     all devices have the same causal work; padding at the end fills the last chunk. What
     each mixer sends around is said there.
 
-    Results come back in the order of the tokens. That is cheap for a loss of each token
-    and costs a journey for its logits: let `function` return what is small, as in
+    Results come back in the order of the tokens, for which all devices get all of
+    them. That is cheap for a loss of each token, but not for its logits: let `function`
+    return what is small, as in
 
         def losses(model, tokens, targets, *, positions, axis_name):
             logits = model(tokens, positions=positions, axis_name=axis_name)
@@ -39,7 +40,8 @@ def apply_causal(
     To be called inside `jax.jit`, like `apply`, which is for points.
 
     Args:
-        function: returns arrays [*B, T, ...], or a tree of them.
+        function: returns arrays [*B, T, ...], or a tree of them. Means over tokens are
+            taken of the results: here it sees those of one device.
         model: its first argument, the same on all devices.
         tokens: of the sequences.
         *others: further arrays [*B, T, ...], such as targets.
@@ -47,11 +49,11 @@ def apply_causal(
         positions: place of each token in its document, from 1; 0 for padding.
 
     Returns:
-        The results, sharded like the tokens.
+        The results, of all tokens.
 
     Raises:
-        ValueError: what `function` raises, or if `others` or `positions` have other
-            leading axes than `tokens`.
+        ValueError: what `function` raises, or if `others`, `positions` or its results
+            have other leading axes than `tokens`.
     """
     given = (tokens, *others) if positions is None else (tokens, *others, positions)
     for array in given:
@@ -62,12 +64,18 @@ def apply_causal(
     shards, length = mesh.shape["context"], tokens.shape[-1]
     if shards == 1:
         return function(model, tokens, *others, positions=positions, axis_name=None)
-    jax.eval_shape(
+    expected = jax.eval_shape(
         lambda model, *arrays: function(
             model, *arrays, positions=positions, axis_name=None
         ),
         *(model, tokens, *others),
     )
+    for result in jax.tree.leaves(expected):
+        if result.shape[: tokens.ndim] != tokens.shape:
+            raise ValueError(
+                f"the function must return arrays that begin with {tokens.shape}, got "
+                f"{result.shape}; means are taken of the results."
+            )
     axis, missing = tokens.ndim - 1, -length % (2 * shards)
     if positions is None and missing:
         counted = jnp.arange(1, length + 1, dtype=jnp.int32)
