@@ -275,7 +275,6 @@ def test_layout_is_repeated_to_the_depth():
 
 def test_parameters_have_a_type_of_their_own():
     """A weak one would change with the first update, and compile a step anew."""
-    sizes = {"channels": C, "heads": HEADS, "hidden": 10, "layout": "ALF"}
-    make = lambda: models.LanguageModel(V, **sizes, rngs=nnx.Rngs(0))
+    make = lambda: models.LanguageModel(**SIZES, layout="ALF", rngs=nnx.Rngs(0))
     leaves = jax.tree.leaves(nnx.eval_shape(make))
     assert leaves and not any(leaf.weak_type for leaf in leaves)
