@@ -11,6 +11,8 @@ from jax.core import Tracer
 from jaxtyping import Array, Bool, Float, Int, Key
 
 from flaxmix.models import LanguageModel
+from flaxmix.models.language import check_lengths
+from flaxmix.ops.affine import wide
 
 
 def generate(
@@ -50,7 +52,8 @@ def generate(
 
     Raises:
         ValueError: if an option is out of its range, both `lengths` and `mask` are
-            given, a row has no real token or they are not a run.
+            given, a row has no real token or they are not a run, or an id of one is
+            not in the vocabulary.
     """
     prompt = jnp.asarray(prompt)
     if prompt.ndim != 2 or not jnp.issubdtype(prompt.dtype, jnp.integer):
@@ -78,6 +81,14 @@ def generate(
             raise ValueError(f"temperature={temperature} needs a key, got None.")
         key = jax.random.key(0)
     first, lengths = _rows(batch, tokens, lengths, mask)
+    if not any(isinstance(x, Tracer) for x in (prompt, first, lengths)):
+        place = np.arange(tokens) - np.asarray(first)[:, None]
+        real = (place >= 0) & (place < np.asarray(lengths)[:, None])
+        if np.any(bad := real & ~((prompt >= 0) & (prompt < model.vocabulary))):
+            raise ValueError(
+                f"prompt must hold ids below {model.vocabulary}, got "
+                f"{np.asarray(prompt)[bad][0]}."
+            )
     return _generate(
         *(model, prompt.astype(jnp.int32), first, lengths, key),
         temperature=jnp.asarray(temperature, jnp.float32),
@@ -112,6 +123,7 @@ def sample(
             `top_p` not in (0, 1].
     """
     _check_options(temperature, top_k, top_p)
+    logits = wide(logits)
     best = jnp.argmax(logits, -1)
     # The largest is 0, so that no small temperature overflows.
     scores = logits - jnp.max(logits, -1, keepdims=True)
@@ -139,8 +151,8 @@ def _check_options(temperature: Any, top_k: Any, top_p: Any) -> None:
         raise ValueError(
             f"temperature must be finite and not negative, got {temperature}."
         )
-    if known(top_k) and top_k < 1:
-        raise ValueError(f"top_k must be at least 1, got {top_k}.")
+    if known(top_k) and (top_k < 1 or top_k != int(top_k)):
+        raise ValueError(f"top_k must be an integer of at least 1, got {top_k}.")
     if known(top_p) and not 0 < top_p <= 1:
         raise ValueError(f"top_p must be in (0, 1], got {top_p}.")
 
@@ -165,13 +177,7 @@ def _rows(batch: int, tokens: int, lengths, mask):
     elif lengths is None:
         lengths = jnp.full(batch, tokens, jnp.int32)
     lengths = jnp.asarray(lengths)
-    if lengths.shape != (batch,):
-        raise ValueError(f"lengths must have shape {(batch,)}, got {lengths.shape}.")
-    if not isinstance(lengths, Tracer):
-        if np.any(lengths < 1) or np.any(lengths > tokens):
-            raise ValueError(
-                f"each row needs 1 to {tokens} real tokens, got {np.asarray(lengths)}."
-            )
+    check_lengths(lengths, batch, 1, tokens)
     return first.astype(jnp.int32), lengths.astype(jnp.int32)
 
 

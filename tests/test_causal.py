@@ -182,6 +182,33 @@ def test_shards_of_another_form():
         jax.eval_shape(f, *inputs(8))
 
 
+def test_small_gradients_in_float16():
+    """Probabilities of 1 / 2,500 times 1e-4, which float16 has not."""
+    ones = jnp.ones((1, 2500, 1, 2))
+    dy = 1e-4 * ones, jnp.zeros((1, 1, 2500))
+    expected = run((ones,) * 3, dy)[1][2]
+    half = ones.astype(jnp.float16)
+    grads = run((half,) * 3, (dy[0].astype(jnp.float16), dy[1]))[1]
+    assert_close(grads[2], expected, error=ERROR[jnp.float16])
+
+
+@pytest.mark.parametrize(
+    "shapes, limits, message",
+    [
+        (((3, 4), (3, 4), (2, 4)), {}, "as many values as keys"),
+        (((3, 4), (3, 5), (3, 4)), {}, "as wide as keys"),
+        (((0, 4), (0, 4), (0, 4)), {}, "there must be queries"),
+        (((3, 4), (3, 4), (3, 4)), {"start": jnp.zeros((2, 1), int)}, "start .* 3"),
+        (((3, 4), (3, 4), (3, 4)), {"stop": jnp.zeros((2, 4), int)}, "stop .* 3"),
+    ],
+)
+def test_shapes_that_do_not_match(shapes, limits, message):
+    arrays = (jnp.zeros((2, n, 1, width)) for n, width in shapes)
+    with pytest.raises(ValueError, match=message):
+        # Without the checks of types that tests add.
+        ops.causal_attention.__wrapped__(*arrays, **limits)
+
+
 def test_shards_of_an_odd_number_of_tokens():
     with pytest.raises(ValueError, match="even number of tokens, got 3"):
         jax.make_jaxpr(lambda x: ops.places(3, "context"), axis_env=[("context", 2)])(

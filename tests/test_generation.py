@@ -185,6 +185,15 @@ def test_wrong_caches(batch, capacity, message):
         model("F3").make_cache(batch, capacity)
 
 
+@pytest.mark.parametrize("lengths", [[4, 1], [-1, 2], [1], [1.0, 2.0]])
+def test_wrong_lengths(lengths):
+    module = model("F3")
+    extend = models.LanguageModel.extend_features.__wrapped__
+    with pytest.raises(ValueError, match="integers of shape|0 to 3 real tokens"):
+        cache = module.make_cache(2, 4)
+        extend(module, tokens(2, 3), cache, lengths=jnp.asarray(lengths))
+
+
 def test_rows_of_a_cache():
     cache = model("F3").make_cache(3, 4)
     with pytest.raises(ValueError, match="tokens have 2 rows, .* has 3"):
@@ -340,6 +349,19 @@ def test_frequencies(options):
     assert np.all(np.abs(counts - draws * expected) < 5 * deviation)
 
 
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_half_precision_sums_many_small_probabilities(dtype):
+    """Of 4,096 equal ones half are drawn."""
+    logits = jnp.zeros((1000, 4096), dtype)
+    drawn = jax.jit(lambda key: sample(logits, key, top_p=0.5))(jax.random.key(0))
+    assert 2000 < drawn.max() < 2048
+
+
+def test_what_just_suffices_is_enough():
+    drawn = sample(jnp.zeros((20, 2)), jax.random.key(0), top_p=0.5)
+    assert not np.any(drawn)
+
+
 def test_equals_go_to_the_first():
     logits = jnp.asarray([[1.0, 3.0, 3.0], [2.0, 2.0, 2.0]])
     for options in ({"temperature": 0.0}, {"top_k": 1}, {"top_p": 1e-9}):
@@ -354,7 +376,11 @@ def test_equals_go_to_the_first():
         ({"temperature": -1.0}, "temperature .* got -1.0"),
         ({"temperature": float("nan")}, "temperature .* got nan"),
         ({"temperature": float("inf")}, "temperature .* got inf"),
-        ({"top_k": 0}, "top_k must be at least 1, got 0"),
+        ({"top_k": 0}, "top_k must be an integer of at least 1, got 0"),
+        ({"top_k": 1.5}, "top_k .* got 1.5"),
+        ({"prompt": jnp.full((2, 4), V)}, f"ids below {V}, got {V}"),
+        ({"prompt": jnp.full((2, 4), -1)}, f"ids below {V}, got -1"),
+        ({"lengths": jnp.asarray([1.5, 2.0])}, "got float32 of shape"),
         ({"top_p": 0.0}, r"top_p must be in \(0, 1\], got 0.0"),
         ({"top_p": 1.5}, "top_p .* got 1.5"),
         ({"steps": 0}, "steps must be at least 1, got 0"),
@@ -364,7 +390,7 @@ def test_equals_go_to_the_first():
         ({"key": None}, "temperature=1.0 needs a key"),
         ({"lengths": jnp.asarray([0, 2])}, r"1 to 4 real tokens, got \[0 2\]"),
         ({"lengths": jnp.asarray([2, 5])}, r"1 to 4 real tokens, got \[2 5\]"),
-        ({"lengths": jnp.asarray([2])}, r"shape \(2,\), got \(1,\)"),
+        ({"lengths": jnp.asarray([2])}, r"shape \(2,\), got int32 of shape \(1,\)"),
         (
             {"mask": jnp.asarray([[1, 1, 1, 1], [1, 0, 1, 0]], bool)},
             "row 1 are not one run",

@@ -426,6 +426,7 @@ def test_shards_in_half_precision():
         ({"chunk": 48}, "chunk must be a power of two, got 48"),
         ({"chunk": -4}, "chunk must be a power of two, got -4"),
         ({"tau": 0.0}, "tau must be positive, got 0.0"),
+        ({"positions": jnp.ones(2, int)}, r"positions .* shape \(2, 2\)"),
     ],
 )
 def test_wrong_options(options, message):
@@ -433,6 +434,16 @@ def test_wrong_options(options, message):
     # Without the checks of types that tests add.
     with pytest.raises(ValueError, match=message):
         linear_relation.__wrapped__(*arrays[:4], **options)
+
+
+@pytest.mark.parametrize("which", range(4))
+def test_shapes_that_do_not_match(which):
+    arrays = list(inputs(4)[0][:4])
+    arrays[which] = arrays[which][:, :3]
+    with pytest.raises(ValueError, match="there must be tokens"):
+        linear_relation.__wrapped__(*arrays)
+    with pytest.raises(ValueError, match="there must be tokens"):
+        linear_relation.__wrapped__(*[x[:, :0] for x in arrays])
 
 
 @pytest.mark.parametrize(

@@ -329,6 +329,9 @@ def test_tokens_travel_by_hops_alone():
     "options, message",
     [
         ({"transport": "self"}, "transport .* got 'self'"),
+        ({"positions": jnp.ones((B, 3))}, "positions .* got float32"),
+        ({"positions": jnp.ones(3, int)}, r"positions .* shape \(2, 3\)"),
+        ({"tau": float("nan")}, "tau must be positive, got nan"),
         ({"tau": 0.0}, "tau must be positive, got 0.0"),
     ],
 )

@@ -19,6 +19,7 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from flaxmix import ops
 from flaxmix.layers import Linear
 from flaxmix.mixers.heads import head_channels, merge, split
+from flaxmix.ops.causal import check_positions
 from flaxmix.ops.stream import accumulator
 
 
@@ -122,12 +123,7 @@ def real_tokens(
         if cache is not None:
             raise ValueError("with a cache there must be positions, got None.")
         return x
-    integers = jnp.issubdtype(positions.dtype, jnp.integer)
-    if not integers or positions.shape != x.shape[:-1]:
-        raise ValueError(
-            f"positions must be integers of shape {x.shape[:-1]}, got "
-            f"{positions.dtype} of shape {positions.shape}."
-        )
+    check_positions(positions, x.shape[:-1])
     return jnp.where(positions[..., None] > 0, x, 0)
 
 

@@ -129,7 +129,7 @@ class Relation(nnx.Module):
 
 def check_relation(tau: float, transport: str = "full") -> None:
     """Raises ValueError if `tau` is not positive or `transport` unknown."""
-    if tau <= 0:
+    if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}.")
     if transport not in ("full", "exchange"):
         raise ValueError(f"transport must be 'full' or 'exchange', got {transport!r}.")
@@ -147,7 +147,7 @@ def make_angles(channels: int, heads: int) -> nnx.Param | None:
         raise ValueError(
             f"Givens pairs need an even number of heads, got {heads=} of {channels=}."
         )
-    return nnx.Param(jnp.zeros(heads // 2))
+    return nnx.Param(jnp.zeros(heads // 2, jnp.float32))
 
 
 def mixed(

@@ -216,7 +216,8 @@ class LanguageModel(nnx.Module):
                 all. The others are padding.
 
         Raises:
-            ValueError: if the cache has no room for them, where that can be known.
+            ValueError: if `lengths` are no integers from 0 to T, one for each row, or
+                the cache has no room for them, where that can be known.
                 Inside `jax.jit` it cannot: what finds no room is then not read by
                 later tokens.
         """
@@ -238,6 +239,7 @@ class LanguageModel(nnx.Module):
             )
         added = jnp.full(batch, count, jnp.int32)
         if lengths is not None:
+            check_lengths(lengths, batch, 0, count)
             added = jnp.clip(lengths, 0, count).astype(jnp.int32)
         length = cache.length + added
         if not isinstance(length, Tracer) and cache.capacity is not None:
@@ -281,6 +283,21 @@ class LanguageModel(nnx.Module):
                 )
             h = jnp.where(positions[..., None] > 0, h, 0)
         return h.astype(self._dtype())
+
+
+def check_lengths(lengths: Array, batch: int, least: int, most: int) -> None:
+    """Raises ValueError if these are no integers [B], or out of their range."""
+    if lengths.shape != (batch,) or not jnp.issubdtype(lengths.dtype, jnp.integer):
+        raise ValueError(
+            f"lengths must be integers of shape {(batch,)}, got {lengths.dtype} of "
+            f"shape {lengths.shape}."
+        )
+    if isinstance(lengths, Tracer):
+        return
+    if np.any(lengths < least) or np.any(lengths > most):
+        raise ValueError(
+            f"each row needs {least} to {most} real tokens, got {np.asarray(lengths)}."
+        )
 
 
 def document_positions(

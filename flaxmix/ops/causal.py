@@ -46,6 +46,15 @@ def _shard_places(tokens: int, shard, axis_name: str) -> Int[Array, "N"]:
     return jnp.concatenate([shard * half + within, (last - shard) * half + within])
 
 
+def check_positions(positions: Array, shape: tuple[int, ...]) -> None:
+    """Raises ValueError if these are no integers [*B, T] of the given shape."""
+    if not jnp.issubdtype(positions.dtype, jnp.integer) or positions.shape != shape:
+        raise ValueError(
+            f"positions must be integers of shape {shape}, got {positions.dtype} of "
+            f"shape {positions.shape}."
+        )
+
+
 def causal_attention(
     q: Float[Array, "*B Q H D"],
     k: Float[Array, "*B N H D"],
@@ -80,8 +89,8 @@ def causal_attention(
         y = 0 and L = -inf.
 
     Raises:
-        ValueError: if a shard has other queries than keys, an odd number of them, or a
-            `stop`.
+        ValueError: if there is no query, or shapes do not match; if a shard has other
+            queries than keys, an odd number of them, or a `stop`.
     """
     factor = q.shape[-1] ** -0.5 if scale is None else scale
     return attend(
@@ -96,6 +105,17 @@ def causal_attention(
 def attend(q, k, v, *, start, stop, axis_name: str | None, silu: bool) -> Any:
     """`causal_attention` with the scale in q; with `silu`, of the keys before i."""
     batch, queries, keys = k.shape[:-3], q.shape[-3], k.shape[-3]
+    if k.shape[:-1] != v.shape[:-1] or q.shape[-2:] != k.shape[-2:] or 0 in q.shape:
+        raise ValueError(
+            "there must be queries, as wide as keys, and as many values as keys, got "
+            f"shapes {q.shape}, {k.shape} and {v.shape}."
+        )
+    for name, limit in (("start", start), ("stop", stop)):
+        if limit is not None and limit.shape[-1:] != (queries,):
+            raise ValueError(
+                f"{name} must have a place for each of {queries} queries, got shape "
+                f"{limit.shape}."
+            )
     sharded = axis_name is not None and lax.axis_size(axis_name) > 1
     if axis_name is not None and (queries != keys or stop is not None):
         raise ValueError(

@@ -13,6 +13,7 @@ from jax import lax
 from jaxtyping import Array, Float, Int
 
 from flaxmix.ops.attention import flat
+from flaxmix.ops.causal import check_positions
 from flaxmix.ops.norm import inner
 from flaxmix.ops.retention import advance, scale
 from flaxmix.ops.stream import accumulator, align
@@ -94,12 +95,21 @@ def linear_relation(
         )
     if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
         raise ValueError(f"chunk must be a power of two, got {chunk}.")
-    if tau <= 0:
+    if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}.")
     if implementation == "scan" and axis_name is not None:
         raise NotImplementedError(
             f"the recurrence is not sharded, got axis_name={axis_name!r}."
         )
+    same = p1.shape == p2.shape == log_retention.shape
+    if not same or identity.shape[:-1] != p1.shape[:-1] or 0 in p1.shape:
+        raise ValueError(
+            "there must be tokens, each with an identity and p1, p2 and log_retention "
+            f"of one width, got shapes {identity.shape}, {p1.shape}, {p2.shape} and "
+            f"{log_retention.shape}."
+        )
+    if positions is not None:
+        check_positions(positions, p1.shape[:-2])
     batch, dtype = p1.shape[:-3], jnp.result_type(p1, p2, identity)
     if state is None:
         state = jnp.zeros((*batch, *p1.shape[-2:], identity.shape[-1]))

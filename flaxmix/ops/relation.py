@@ -7,7 +7,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from flaxmix.ops.affine import wide
-from flaxmix.ops.causal import attend, places
+from flaxmix.ops.causal import attend, check_positions, places
 from flaxmix.ops.norm import inner
 
 Implementation = Literal["xla", "triton"]
@@ -178,17 +178,18 @@ def relation(
         Y in the dtype of `identity`.
 
     Raises:
-        ValueError: if `transport` or `implementation` is none of these, or `tau` not
-            positive.
+        ValueError: if `transport` or `implementation` is none of these, `tau` not
+            positive, or a shape does not match.
         NotImplementedError: if the implementation cannot do that.
     """
     if transport not in ("full", "exchange"):
         raise ValueError(f"transport must be 'full' or 'exchange', got {transport!r}.")
-    if tau <= 0:
+    if not tau > 0:
         raise ValueError(f"tau must be positive, got {tau}.")
     batch, place = p1.shape[:-2], places(p1.shape[-3], axis_name)
     count, start = jnp.broadcast_to(place + 1, batch), None
     if positions is not None:
+        check_positions(positions, batch)
         count = positions
         # Padding sees nothing: it would begin after itself.
         start = place + 1 - positions

@@ -129,12 +129,15 @@ def backward(q, k, v, bounds, options: Options, kept, cotangents):
     (z, top, mass), (dz, dlog) = kept, cotangents
     row = inner(dz.astype(acc), z.astype(acc)) - dlog
     inverse = 1 / jnp.where(mass > 0, mass, 1)
-    # The division of every probability is that of its row, done once.
-    dz, row = dz.astype(acc) * inverse[..., None], row * inverse
+    fold = acc == k.dtype
+    if fold:
+        # The division of every probability is that of its row, done once. Half
+        # precision has no numbers that small.
+        dz, row = dz * inverse[..., None], row * inverse
     dz = dz.astype(k.dtype)
 
     def group(heads, bounds):
-        q, k, v, dz, row, top = heads
+        q, k, v, dz, row, top, inverse = heads
         qt, kt, dzt = _t(q), _t(k), _t(dz)
         dqt = jnp.zeros_like(qt, acc)
         dk, dv = jnp.zeros_like(k, acc), jnp.zeros_like(v, acc)
@@ -146,6 +149,7 @@ def backward(q, k, v, bounds, options: Options, kept, cotangents):
             s = _sigmoid(u)
             e = u * s if options.silu else u
             p = jnp.exp(e - _cut(top, i, n)[:, None])
+            p = p if fold else p * _cut(inverse, i, n)[:, None]
             p = _hide(p, 0, i, n, bounds, options)
             du = p * (dp - _cut(row, i, n)[:, None])
             if options.silu:
@@ -165,7 +169,7 @@ def backward(q, k, v, bounds, options: Options, kept, cotangents):
             dk, dv = dk.at[:, :keys].add(sums[0]), dv.at[:, :keys].add(sums[1])
         return _t(dqt), dk, dv
 
-    heads = q, k, v, dz, row, finite(top)
+    heads = q, k, v, dz, row, finite(top), inverse
     return _over_heads(group, heads, bounds, q.shape[2], k.shape[2])
 
 
