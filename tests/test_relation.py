@@ -102,7 +102,10 @@ def compare(args, dy, positions, error, **options):
         y, actual = run(args, dy, positions, implementation=implementation, **options)
         assert y.dtype == dy.dtype
         assert_close(y, expected, error=error)
-        assert_close(actual, grads, error=error)
+        assert_close(actual[:3], grads[:3], error=error)
+        # A sum over all tokens, whose terms cancel.
+        largest = max(np.abs(g).max() for g in grads)
+        assert abs(float(actual[3]) - grads[3]) <= error * largest
 
 
 @pytest.mark.parametrize("tokens", [1, pytest.param(2, marks=pytest.mark.slow), 11])
