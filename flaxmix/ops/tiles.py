@@ -220,7 +220,7 @@ def _buckets(queries: int, keys: int, options: Options) -> list[tuple[int, int, 
     # About eight, of whole tiles. Two tiles at least where tiles are large: of a loop
     # XLA keeps one alive.
     tile = min(queries, _TILE)
-    width = tile * max(1 + (queries > 1024), -(-queries // (8 * tile)))
+    width = tile * max(1 + (queries > 2048), -(-queries // (8 * tile)))
     return [
         (
             start,
