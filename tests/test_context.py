@@ -126,8 +126,11 @@ def compare(name, points, shape, dtype):
 @pytest.mark.parametrize(
     "name",
     [
-        *("flarepp", "mha"),
-        *(pytest.param(n, marks=pytest.mark.slow) for n in ("abupt", "gnot_grid")),
+        "flarepp",
+        *(
+            pytest.param(n, marks=pytest.mark.slow)
+            for n in ("mha", "abupt", "gnot_grid")
+        ),
     ],
 )
 def test_seven_points_on_two_by_four_devices(name):

@@ -118,7 +118,7 @@ def test_other_dtypes(dtype, streaming):
     [
         pytest.param("flarepp", (2, 4), marks=pytest.mark.slow),
         pytest.param("original", (1, 4), marks=pytest.mark.slow),
-        ("simplified", (1, 2)),
+        pytest.param("simplified", (1, 2), marks=pytest.mark.slow),
     ],
 )
 def test_shards_stream(name, shape, streaming):
