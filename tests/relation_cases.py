@@ -3,7 +3,36 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
+from flax import nnx
 from jax.sharding import AxisType, PartitionSpec as P
+
+from flaxmix.parameters import named_parameters, with_parameters
+
+# One case by default, the others in the slow set: devices, and whether documents are
+# packed.
+DEVICES = [
+    (4, True),
+    *(
+        pytest.param(n, packed, marks=pytest.mark.slow)
+        for n in (1, 2, 4, 8)
+        for packed in (False, True)
+        if (n, packed) != (4, True)
+    ),
+]
+
+
+def filled(make, dtype):
+    """What `make` makes, with parameters far from 0 and from each other."""
+    abstract = nnx.eval_shape(make)
+    # Norms and retentions around what they begin with.
+    base = {"scale": 1.0, "A_log": 1.0, "dt_bias": -2.0}
+    fill = lambda i, k, p: base.get(k.split(".")[-1], 0.0) + 0.3 * draw(*p, seed=i)
+    shapes = {k: p.shape for k, p in named_parameters(abstract).items()}
+    arrays = {
+        k: jnp.asarray(fill(i, k, p), dtype) for i, (k, p) in enumerate(shapes.items())
+    }
+    return with_parameters(abstract, arrays)
 
 
 def draw(*shape, seed=0, dtype=jnp.float32):

@@ -11,7 +11,7 @@ from flaxmix import ops
 
 import oracles
 from closeness import assert_close
-from relation_cases import documents, draw, over_devices, seen, whole
+from relation_cases import DEVICES, documents, draw, over_devices, seen, whole
 
 # As for `ops.attention`: sums of tens of terms; below float32, 8 roundings.
 ERROR = {jnp.float32: 32 * 2**-23, jnp.bfloat16: 8 * 2**-8, jnp.float16: 8 * 2**-11}
@@ -135,23 +135,7 @@ def test_float16_scores_beyond_its_range():
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in grads)
 
 
-@pytest.mark.parametrize(
-    "devices, packed",
-    [
-        (4, True),
-        *(
-            pytest.param(n, p, marks=pytest.mark.slow)
-            for n, p in [
-                (1, False),
-                (2, False),
-                (2, True),
-                (4, False),
-                (8, False),
-                (8, True),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize("devices, packed", DEVICES)
 def test_devices_share_the_tokens(devices, packed):
     tokens = 16
     with jax.enable_x64(True):

@@ -13,7 +13,7 @@ from flaxmix.generation import generate, sample
 from flaxmix.parameters import named_parameters, with_parameters
 
 from closeness import assert_close
-from relation_cases import documents, draw
+from relation_cases import documents, filled
 
 TIGHT = 1e-11
 ERROR = 1e-5
@@ -28,15 +28,7 @@ def model(layout, dtype=jnp.float32, **options):
     sizes = {"vocabulary": V, "channels": C, "heads": HEADS, "hidden": 10}
     options = {**sizes, "layout": layout, **options}
     make = lambda: models.LanguageModel(**options, rngs=nnx.Rngs(0))
-    abstract = nnx.eval_shape(make)
-    # Norms and retentions around what they begin with.
-    base = {"scale": 1.0, "A_log": 1.0, "dt_bias": -2.0}
-    fill = lambda i, k, p: base.get(k.split(".")[-1], 0.0) + 0.3 * draw(*p, seed=i)
-    shapes = {k: p.shape for k, p in named_parameters(abstract).items()}
-    arrays = {
-        k: jnp.asarray(fill(i, k, p), dtype) for i, (k, p) in enumerate(shapes.items())
-    }
-    return with_parameters(abstract, arrays)
+    return filled(make, dtype)
 
 
 def tokens(*shape, seed=0):

@@ -11,10 +11,10 @@ from flax import nnx
 from scipy.special import expit as sigmoid
 
 from flaxmix import models
-from flaxmix.parameters import named_parameters, with_parameters
+from flaxmix.parameters import named_parameters
 
 from closeness import assert_close
-from relation_cases import documents, draw, over_devices
+from relation_cases import documents, draw, filled, over_devices
 
 TIGHT = 1e-11
 ERROR = 1e-5
@@ -28,15 +28,7 @@ def model(layout, dtype=jnp.float32, compute=None, **options):
     """A model whose parameters are all far from 0 and from each other."""
     options = {**SIZES, **options, "layout": layout, "dtype": compute}
     make = lambda: models.LanguageModel(**options, rngs=nnx.Rngs(0))
-    abstract = nnx.eval_shape(make)
-    # Norms and retentions around what they begin with.
-    base = {"scale": 1.0, "A_log": 1.0, "dt_bias": -2.0}
-    fill = lambda i, k, p: base.get(k.split(".")[-1], 0.0) + 0.3 * draw(*p, seed=i)
-    shapes = {k: p.shape for k, p in named_parameters(abstract).items()}
-    arrays = {
-        k: jnp.asarray(fill(i, k, p), dtype) for i, (k, p) in enumerate(shapes.items())
-    }
-    return with_parameters(abstract, arrays)
+    return filled(make, dtype)
 
 
 def tokens(*shape, seed=0):

@@ -12,7 +12,7 @@ from flaxmix import ops
 
 import relation_oracles as oracles
 from closeness import assert_close
-from relation_cases import documents, draw, over_devices, seen, whole
+from relation_cases import DEVICES, documents, draw, over_devices, seen, whole
 
 DATA = pathlib.Path(__file__).parent / "data"
 TIGHT = 1e-11
@@ -261,23 +261,7 @@ def test_large_scores_stay_finite(dtype):
     assert all(np.isfinite(np.asarray(g, np.float32)).all() for g in kinds)
 
 
-@pytest.mark.parametrize(
-    "devices, packed",
-    [
-        (4, True),
-        *(
-            pytest.param(n, p, marks=pytest.mark.slow)
-            for n, p in [
-                (1, False),
-                (2, False),
-                (2, True),
-                (4, False),
-                (8, False),
-                (8, True),
-            ]
-        ),
-    ],
-)
+@pytest.mark.parametrize("devices, packed", DEVICES)
 def test_devices_share_the_tokens(devices, packed):
     with jax.enable_x64(True):
         args, dy = inputs(16, jnp.float64), cotangent(16, jnp.float64)

@@ -15,7 +15,7 @@ from flaxmix.parameters import named_parameters, with_parameters
 
 import relation_oracles as oracles
 from closeness import assert_close
-from relation_cases import documents, draw, seen, whole
+from relation_cases import documents, draw, filled, seen, whole
 
 TIGHT = 1e-11
 # Central differences of an oracle in float64.
@@ -52,15 +52,7 @@ def layer(name, dtype=jnp.float64, **options):
     """A mixer whose parameters are all far from 0 and from each other."""
     options = {"heads": HEADS, **options}
     make = lambda: MIXERS[name](C, rngs=nnx.Rngs(0), **options)
-    abstract = nnx.eval_shape(make)
-    # Norms and retentions around what they begin with.
-    base = {"scale": 1.0, "A_log": 1.0, "dt_bias": -2.0}
-    fill = lambda i, k, p: base.get(k.split(".")[-1], 0.0) + 0.3 * draw(*p, seed=i)
-    shapes = {k: p.shape for k, p in named_parameters(abstract).items()}
-    arrays = {
-        k: jnp.asarray(fill(i, k, p), dtype) for i, (k, p) in enumerate(shapes.items())
-    }
-    return with_parameters(abstract, arrays)
+    return filled(make, dtype)
 
 
 def rotary(x, positions):

@@ -11,8 +11,9 @@ from jaxtyping import Array, DTypeLike, Float, Int
 from flaxmix.layers import Linear
 from flaxmix.mixers.causal_attention import real_tokens, rotary_width, rotated
 from flaxmix.mixers.heads import merge, split
-from flaxmix.mixers.relation import check_relation, make_angles, mixed
+from flaxmix.mixers.relation import make_angles, mixed
 from flaxmix.ops.linear_relation import linear_relation
+from flaxmix.ops.relation import check_relation
 from flaxmix.ops.stream import accumulator, dot
 
 

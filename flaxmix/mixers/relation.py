@@ -15,7 +15,7 @@ from flaxmix.mixers.causal_attention import (
     written,
 )
 from flaxmix.mixers.heads import merge, split
-from flaxmix.ops.relation import Implementation, Transport
+from flaxmix.ops.relation import Implementation, Transport, check_relation
 
 
 class RelationCache(NamedTuple):
@@ -125,14 +125,6 @@ class Relation(nnx.Module):
             transport=self.transport,
         )
         return self.out(merge(y)), cache
-
-
-def check_relation(tau: float, transport: str = "full") -> None:
-    """Raises ValueError if `tau` is not positive or `transport` unknown."""
-    if not tau > 0:
-        raise ValueError(f"tau must be positive, got {tau}.")
-    if transport not in ("full", "exchange"):
-        raise ValueError(f"transport must be 'full' or 'exchange', got {transport!r}.")
 
 
 def make_angles(channels: int, heads: int) -> nnx.Param | None:

@@ -15,6 +15,7 @@ from jaxtyping import Array, Float, Int
 from flaxmix.ops.attention import flat
 from flaxmix.ops.causal import check_positions
 from flaxmix.ops.norm import inner
+from flaxmix.ops.relation import check_relation
 from flaxmix.ops.retention import advance, scale
 from flaxmix.ops.stream import accumulator, align
 
@@ -95,8 +96,7 @@ def linear_relation(
         )
     if chunk is not None and (chunk < 1 or chunk & (chunk - 1)):
         raise ValueError(f"chunk must be a power of two, got {chunk}.")
-    if not tau > 0:
-        raise ValueError(f"tau must be positive, got {tau}.")
+    check_relation(tau)
     if implementation == "scan" and axis_name is not None:
         raise NotImplementedError(
             f"the recurrence is not sharded, got axis_name={axis_name!r}."

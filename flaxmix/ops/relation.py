@@ -14,6 +14,14 @@ Implementation = Literal["xla", "triton"]
 Transport = Literal["full", "exchange"]
 
 
+def check_relation(tau: float, transport: str = "full") -> None:
+    """Raises ValueError if `tau` is not positive or `transport` unknown."""
+    if not tau > 0:
+        raise ValueError(f"tau must be positive, got {tau}.")
+    if transport not in ("full", "exchange"):
+        raise ValueError(f"transport must be 'full' or 'exchange', got {transport!r}.")
+
+
 def exchange(
     p1: Float[Array, "*B Q H D"],
     p2: Float[Array, "*B N H D"],
@@ -182,10 +190,7 @@ def relation(
             positive, or a shape does not match.
         NotImplementedError: if the implementation cannot do that.
     """
-    if transport not in ("full", "exchange"):
-        raise ValueError(f"transport must be 'full' or 'exchange', got {transport!r}.")
-    if not tau > 0:
-        raise ValueError(f"tau must be positive, got {tau}.")
+    check_relation(tau, transport)
     batch, place = p1.shape[:-2], places(p1.shape[-3], axis_name)
     count, start = jnp.broadcast_to(place + 1, batch), None
     if positions is not None:
